@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
-use candle_fused::serving::{Constraint, FinishReason, Request};
+use candle_fused::serving::{Constraint, FinishReason, Request, StopStrings};
 use common::report;
 use common::token_stream::TokenStream;
 use common::tokenizer::Text;
@@ -13,7 +13,6 @@ use tokio::sync::mpsc;
 use crate::error::ApiError;
 use crate::logprobs::Chosen;
 use crate::metrics::{Metrics, Outcome};
-use crate::stop::StopStrings;
 use crate::worker::{Drawn, Tokens};
 
 /// Tokens that are taken from the engine at a time, if the client reads more slowly than they come.
@@ -102,7 +101,8 @@ impl Writer {
     }
 
     async fn text(&self, mut tokens: Tokens, stops: Vec<String>) -> Result<Outcome, ApiError> {
-        let mut stops = StopStrings::new(stops);
+        let strings = stops.into_iter().map(String::into_bytes);
+        let mut stops = StopStrings::new(strings.collect());
         let mut stream = TokenStream::new(self.text.tokenizer());
         let (mut count, mut drawn, mut chosen) = (0, Vec::new(), Vec::new());
         loop {
@@ -156,15 +156,16 @@ fn take(
         // The id that ends a text is none of it.
         if let Some(token) = token.filter(|_| finish != Some(FinishReason::Stop)) {
             chosen.extend(logprobs.map(|logprobs| Chosen { token, logprobs }));
-            let (shown, stopped) = stops.push(&stream.push(token).map_err(undecodable)?);
-            text.push_str(&shown);
-            if stopped {
+            let piece = stream.push(token).map_err(undecodable)?;
+            if show(&mut text, stops.push(piece.as_bytes())) {
                 return Ok((text, Some(End::Stop)));
             }
         }
         let end = match finish {
             None => continue,
-            Some(FinishReason::Stop | FinishReason::Complete) => End::Stop,
+            Some(FinishReason::Stop | FinishReason::StopString | FinishReason::Complete) => {
+                End::Stop
+            }
             Some(FinishReason::Length) => End::Length,
             Some(FinishReason::Failed) => {
                 let message = "the model's logits are no numbers; its weights may be damaged";
@@ -175,14 +176,17 @@ fn take(
                 return Err(ApiError::internal(message));
             }
         };
-        let (shown, stopped) = stops.push(&stream.finish().map_err(undecodable)?);
-        text.push_str(&shown);
-        if stopped {
-            return Ok((text, Some(End::Stop)));
-        }
-        let (shown, stopped) = stops.finish();
-        text.push_str(&shown);
+        let piece = stream.finish().map_err(undecodable)?;
+        let stopped =
+            show(&mut text, stops.push(piece.as_bytes())) || show(&mut text, stops.finish());
         return Ok((text, Some(if stopped { End::Stop } else { end })));
     }
     Ok((text, None))
+}
+
+/// Adds what can be shown, which is whole characters since the pieces and the stop strings are; whether a stop string
+/// came behind it.
+fn show(text: &mut String, (shown, stopped): (Vec<u8>, bool)) -> bool {
+    text.push_str(&String::from_utf8_lossy(&shown));
+    stopped
 }

@@ -155,11 +155,11 @@ fn prepare(app: &App, kind: Kind, body: &Body) -> Result<Prepared, ApiError> {
             sampling.seed = sampling.seed.wrapping_add(i as u64);
             jobs.push(Job {
                 request: serving::Request {
-                    prompt: prompt.clone(),
                     max_tokens,
                     stop: stop.clone(),
                     sampling,
                     logprobs,
+                    ..serving::Request::new(prompt.clone())
                 },
                 constraint: guide.clone().map(|guide| Box::new(guide) as Box<_>),
                 stops: stops.clone(),

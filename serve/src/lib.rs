@@ -5,9 +5,9 @@
 //!
 //! A call's way: [`app`] checks its key and finds its path, [`api`] reads its body ([`request`], [`conversation`]) and
 //! hands the engine's thread ([`worker`]) a request for each answer, with what holds it to a JSON schema
-//! ([`vocabulary`]). Tokens come back by a channel for each, become text ([`answer`], [`stop`]) and go out as one body or
-//! as a stream ([`response`], [`logprobs`]). Wherever a client goes away, the receivers of its tokens are dropped, and
-//! the thread cancels its requests.
+//! ([`vocabulary`]). Tokens come back by a channel for each, become text ([`answer`]) and go out as one body or as a
+//! stream ([`response`], [`logprobs`]). Wherever a client goes away, the receivers of its tokens are dropped, and the
+//! thread cancels its requests.
 
 pub mod answer;
 pub mod api;
@@ -22,6 +22,5 @@ pub mod program;
 pub mod request;
 pub mod response;
 pub mod server;
-pub mod stop;
 pub mod vocabulary;
 pub mod worker;

@@ -34,8 +34,8 @@ pub trait Constraint: Send {
     /// If the mask cannot be computed; the request then ends with [`FinishReason::Rejected`](super::FinishReason::Rejected).
     fn mask(&mut self, mask: &mut [u32]) -> Result<()>;
 
-    /// Takes in the token that was drawn, unless that is one of the request's stop ids; whether the text is complete with
-    /// it.
+    /// Takes in the token that was drawn, unless that is one of the request's stop ids or completes a stop string; whether
+    /// the text is complete with it.
     ///
     /// # Errors
     /// As [`mask`](Self::mask).

@@ -2,6 +2,7 @@
 //! for each bucket; chunks of prompts are another, launched as they come. Tokens and positions stay on the GPU, so that
 //! a step is launched before the tokens of the one before are read.
 
+use super::buckets::Buckets;
 use super::request::{Drawn, TokenLogprobs};
 use super::schedule::{Batch, Chunk};
 use super::sequence::Sequence;
@@ -26,9 +27,6 @@ use std::time::{Duration, Instant};
 
 /// Steps whose tokens the host has not read, at most.
 const AHEAD: usize = 1;
-
-/// Up to this many slots, each number of them has a graph of its own.
-const EXACT: usize = 8;
 
 /// A chain of kernels for the first slots, and what has come of recording it.
 struct Step {
@@ -55,13 +53,14 @@ pub(super) struct OnDevice {
     /// Where the next tokens go.
     turn: usize,
     count: usize,
+    buckets: Buckets,
     decoder: Decoder,
     device: CudaDevice,
     gpu: &'static Gpu,
     pools: Vec<PagePool>,
     rotaries: Rotaries,
     graph: bool,
-    /// Whether the chains of kernels that a sequence goes through have the same sizes whatever runs beside it.
+    /// Whether chunks of prompts go through the layers one at a time.
     invariant: bool,
     waited: Duration,
     refusal: Option<String>,
@@ -90,6 +89,7 @@ impl OnDevice {
             logprobs: Pinned::new(gpu, count * LOGPROBS * (AHEAD + 1))?,
             turn: 0,
             count,
+            buckets: Buckets::new(count, options.batch_invariant),
             decoder: decoder.clone(),
             device: device.clone(),
             gpu,
@@ -121,6 +121,10 @@ impl OnDevice {
 
     pub fn vacate(&mut self, slot: usize) -> Result<()> {
         self.slots.leave(slot)
+    }
+
+    pub fn relocate(&mut self, from: usize, to: usize) -> Result<()> {
+        self.slots.relocate(from, to)
     }
 
     pub fn reset(&mut self) {
@@ -191,7 +195,7 @@ impl OnDevice {
 
     /// The log-probabilities of what the step of the first `used` slots has drawn.
     fn logprobs_of_singles(&mut self, used: usize) -> Result<()> {
-        let (launcher, bucket) = (Launcher::new(&self.device)?, self.bucket(used));
+        let (launcher, bucket) = (Launcher::new(&self.device)?, self.buckets.size(used));
         let Some(logits) = self.step(bucket)?.plan.logits() else {
             bail!("{OP}: a step leaves no logits");
         };
@@ -204,24 +208,15 @@ impl OnDevice {
     /// anew.
     pub fn profile(&mut self, positions: &[usize], rounds: usize) -> Result<Vec<PartTime>> {
         self.drain()?;
-        let bucket = self.bucket(positions.len());
+        let bucket = self.buckets.size(positions.len());
         let device = self.device.clone();
         let step = self.step(bucket)?;
         step.plan.profile(&device, positions, rounds, || Ok(()))
     }
 
-    /// Slots of the chain that takes the first `used` ones.
-    fn bucket(&self, used: usize) -> usize {
-        match used {
-            _ if self.invariant => self.count,
-            ..=EXACT => used,
-            _ => used.next_power_of_two().min(self.count),
-        }
-    }
-
     /// A token of each of the first `used` slots.
     fn singles(&mut self, used: usize) -> Result<()> {
-        let bucket = self.bucket(used);
+        let bucket = self.buckets.size(used);
         let launcher = Launcher::new(&self.device)?;
         let wanted = self.graph && self.refusal.is_none();
         let step = self.step(bucket)?;

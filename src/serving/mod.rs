@@ -28,10 +28,12 @@
 //! Sources: Orca (Yu et al. 2022) for batching by steps; vLLM (Kwon et al. 2023) for pages and preemption;
 //! Sarathi-Serve (Agrawal et al. 2024) for chunks of prompts; SGLang (Zheng et al. 2024) for shared prefixes.
 
+mod buckets;
 mod constraint;
 #[cfg(feature = "cuda")]
 mod device;
 mod eager;
+mod options;
 mod pages;
 mod request;
 mod runner;
@@ -39,12 +41,13 @@ mod schedule;
 mod sequence;
 #[cfg(feature = "cuda")]
 mod slots;
+mod stop;
 
 use crate::generation::PartTime;
 use crate::models::decoder::DecoderCache;
 use crate::models::parts::Parts;
 use crate::ops::logprobs::MAX_TOP;
-use crate::quant::KvCacheType;
+use buckets::Move;
 use candle_core::{Result, bail};
 use constraint::Constrained;
 use pages::Pages;
@@ -52,130 +55,19 @@ use runner::Runner;
 use schedule::Schedule;
 use sequence::Sequence;
 use std::collections::VecDeque;
+use std::sync::Arc;
+use stop::{Stopping, Vocabulary};
 
 pub use crate::generation::Model;
 pub use constraint::Constraint;
+pub use options::Options;
 pub use request::{FinishReason, Output, Request, RequestId, Stats, TokenLogprobs};
+pub use stop::StopStrings;
 
 const OP: &str = "serving";
 
-/// The most sequences of a step.
-const MAX_SEQUENCES: usize = 256;
-
-/// Positions of a sequence where nothing is said.
-const DEFAULT_POSITIONS: usize = 4096;
-
 /// Bytes of keys and values on the CPU where nothing is said.
 const CPU_BYTES: usize = 1 << 30;
-
-/// How an [`Engine`] is set up.
-///
-/// ```
-/// use candle_fused::serving::Options;
-/// let defaults = Options::default();
-/// assert_eq!((defaults.sequences, defaults.page, defaults.prompt_budget), (64, 16, 512));
-/// assert!(defaults.positions.is_none() && defaults.pages.is_none() && defaults.share_prefixes);
-/// assert!(!defaults.batch_invariant);
-/// ```
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Sequences of a step, 1 to 256; 64 by default.
-    pub sequences: usize,
-    /// Positions of a sequence at most, prompt included; by default 4096, or the model's context length if that is
-    /// less.
-    pub positions: Option<usize>,
-    /// Tokens of a page: 8, 16, 32, 64, 128 or 256; 16 by default.
-    pub page: usize,
-    /// Pages in all; by default as many as `sequences` sequences of `positions` could need, if 80 % of the GPU's free
-    /// memory has room for them, or 1 GiB on the CPU, and otherwise as many as there is room for.
-    pub pages: Option<usize>,
-    /// What keys and values are kept in; as the model has them by default. 8 bits have room for nearly twice the tokens
-    /// of 16.
-    pub kv_cache: KvCacheType,
-    /// Tokens of prompts that a step reads beside the others' single tokens; 512 by default.
-    pub prompt_budget: usize,
-    /// Whether requests with the same beginning share its pages; true by default.
-    pub share_prefixes: bool,
-    /// Whether a request's logits, to the last bit, and so its tokens are independent of the other requests; false by
-    /// default. Then:
-    ///
-    /// - every step on a GPU has the size of `sequences` sequences;
-    /// - chunks of prompts, and on the CPU single tokens too, run one request at a time;
-    /// - requests share whole chunks of a prompt only;
-    /// - a request is admitted when all pages that it may need are free.
-    ///
-    /// That costs speed with few requests on a GPU or many on the CPU. It holds for engines with the same options on
-    /// one machine, except for requests that are restarted after an error or [`Engine::profile`]. On the term: Defeating
-    /// Nondeterminism in LLM Inference (He and Thinking Machines Lab 2025).
-    pub batch_invariant: bool,
-    /// On CUDA, record steps as graphs; true by default.
-    pub graph: bool,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            sequences: 64,
-            positions: None,
-            page: 16,
-            pages: None,
-            kv_cache: KvCacheType::Auto,
-            prompt_budget: 512,
-            share_prefixes: true,
-            batch_invariant: false,
-            graph: true,
-        }
-    }
-}
-
-impl Options {
-    /// Positions of a sequence.
-    fn positions(&self, most: usize) -> Result<usize> {
-        let positions = self.positions.unwrap_or(DEFAULT_POSITIONS.min(most));
-        if !(1..=MAX_SEQUENCES).contains(&self.sequences) {
-            let got = self.sequences;
-            bail!("{OP}: {got} sequences, expected 1 to {MAX_SEQUENCES}");
-        }
-        if positions == 0 || positions > most {
-            bail!(
-                "{OP}: {positions} positions, expected 1 to the model's context length of {most}"
-            );
-        }
-        if !self.page.is_power_of_two() || !(8..=256).contains(&self.page) {
-            let got = self.page;
-            bail!("{OP}: pages of {got} tokens, expected 8, 16, 32, 64, 128 or 256");
-        }
-        if self.prompt_budget == 0 {
-            bail!("{OP}: prompt_budget is 0, expected at least 1");
-        }
-        if self.chunk_tokens() == Some(0) {
-            let (got, page) = (self.prompt_budget, self.page);
-            bail!("{OP}: prompt_budget is {got}, expected a page of {page} with batch_invariant");
-        }
-        if self.pages == Some(0) {
-            bail!("{OP}: pages is 0, expected at least 1");
-        }
-        Ok(positions)
-    }
-
-    /// With batch invariance, tokens of a chunk: whole pages.
-    fn chunk_tokens(&self) -> Option<usize> {
-        let pages = self.prompt_budget / self.page;
-        self.batch_invariant.then_some(pages * self.page)
-    }
-
-    /// Pages in all, of so many bytes each, where there is room for `bytes`.
-    fn count(&self, positions: usize, of_page: usize, bytes: usize) -> Result<usize> {
-        if let Some(pages) = self.pages {
-            return Ok(pages);
-        }
-        let wanted = self.sequences * positions.div_ceil(self.page);
-        match wanted.min(bytes / of_page.max(1)) {
-            0 => bail!("{OP}: there is no room for a page of keys and values, of {of_page} bytes"),
-            pages => Ok(pages),
-        }
-    }
-}
 
 /// A step that is under way: whose draws it brings.
 struct UnderWay {
@@ -222,6 +114,8 @@ pub struct Engine {
     brought: Vec<Output>,
     positions: usize,
     vocab: usize,
+    /// Where stop strings are looked for.
+    vocabulary: Option<Vocabulary>,
     submitted: u64,
 }
 
@@ -256,8 +150,42 @@ impl Engine {
             brought: Vec::new(),
             positions,
             vocab: decoder.stack.embedding.vocab_size(),
+            vocabulary: None,
             submitted: 0,
         })
+    }
+
+    /// Says which bytes each token stands for, which [`Request::stop_strings`] are looked for in. A token past the end
+    /// of `bytes` stands for none.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Result};
+    /// # use candle_fused::models::llama::{Config, Llama};
+    /// # use candle_fused::serving::{Engine, FinishReason, Options, Request};
+    /// # let config = Config {
+    /// #     hidden_size: 64, intermediate_size: 96, vocab_size: 32, num_hidden_layers: 1,
+    /// #     num_attention_heads: 4, num_key_value_heads: 2, ..Config::config_7b_v2(false)
+    /// # };
+    /// # let model = Llama::load(candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu), &config)?;
+    /// # let options = Options { positions: Some(64), ..Default::default() };
+    /// let bytes: Vec<Box<[u8]>> = vec![b"ab".as_slice().into(), b"c".as_slice().into()];
+    /// let mut engine = Engine::new(&model, &options)?.with_vocabulary(bytes.into());
+    /// engine.submit(Request { stop_strings: vec![b"ba".to_vec()], ..Request::new([1]) })?;
+    /// let mut outputs = Vec::new();
+    /// while !engine.is_idle() {
+    ///     outputs.extend(engine.step()?);
+    /// }
+    /// // Its weights are zero, so that token 0 is the likeliest: the text is "abab".
+    /// assert_eq!(outputs.len(), 2);
+    /// assert_eq!(outputs[1].finish, Some(FinishReason::StopString));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_vocabulary(self, bytes: Arc<[Box<[u8]>]>) -> Self {
+        Self {
+            vocabulary: Some(bytes),
+            ..self
+        }
     }
 
     /// Positions of a request at most, prompt included.
@@ -273,7 +201,8 @@ impl Engine {
     /// Queues a request after those that wait.
     ///
     /// # Errors
-    /// If its prompt is empty or too long, an id is out of the vocabulary, or a parameter is out of range.
+    /// If its prompt is empty or too long, an id is out of the vocabulary, a parameter is out of range, or it has stop
+    /// strings and the engine no [vocabulary](Self::with_vocabulary).
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
         self.enqueue(request, None)
     }
@@ -350,11 +279,27 @@ impl Engine {
                 );
             }
         }
+        let stopping = self.stopping(&request.stop_strings)?;
         let id = RequestId(self.submitted);
         self.submitted += 1;
-        let sequence = Sequence::new(id, request, constrained);
+        let sequence = Sequence::new(id, request, constrained, stopping);
         self.schedule.submit(sequence);
         Ok(id)
+    }
+
+    fn stopping(&self, strings: &[Vec<u8>]) -> Result<Option<Stopping>> {
+        if strings.is_empty() {
+            return Ok(None);
+        }
+        if strings.iter().any(Vec::is_empty) {
+            bail!("{OP}: stop_strings: one is empty, expected at least one byte");
+        }
+        match &self.vocabulary {
+            Some(vocabulary) => Ok(Some(Stopping::new(strings, vocabulary))),
+            None => bail!(
+                "{OP}: stop_strings: the engine has no vocabulary, expected Engine::with_vocabulary"
+            ),
+        }
     }
 
     /// Forgets a request, whose pages others may have at once; whether there was such a request. It gets no more
@@ -380,6 +325,9 @@ impl Engine {
             Ok(()) => Ok(std::mem::take(&mut self.brought)),
             Err(error) => {
                 self.begin_anew();
+                // What the step was to write may be missing.
+                let pages = 0..self.schedule.pages.count() as u32;
+                self.schedule.pages.withdraw(pages);
                 Err(error)
             }
         }
@@ -389,6 +337,9 @@ impl Engine {
         let batch = self.schedule.next();
         for slot in self.schedule.take_left() {
             self.runner.vacate(slot)?;
+        }
+        for of in &batch.moves {
+            self.relocate(*of)?;
         }
         self.brought.extend(self.schedule.take_ended());
         let idle = batch.is_empty();
@@ -417,6 +368,16 @@ impl Engine {
         Ok(())
     }
 
+    /// Moves a sequence to a slot that nobody is in, with what is under way for it.
+    fn relocate(&mut self, Move { from, to }: Move) -> Result<()> {
+        self.runner.relocate(from, to)?;
+        let draws = self.under_way.iter_mut().flat_map(|step| &mut step.draws);
+        for (slot, ..) in draws.filter(|(slot, ..)| *slot == from) {
+            *slot = to;
+        }
+        Ok(())
+    }
+
     /// How busy it is.
     pub fn stats(&self) -> Stats {
         let schedule = &self.schedule;
@@ -425,6 +386,7 @@ impl Engine {
         Stats {
             waiting: schedule.waiting(),
             running: schedule.running().count(),
+            bucket: schedule.bucket,
             pages,
             pages_free: free,
             slots_held: held * schedule.pages.size(),

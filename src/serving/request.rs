@@ -18,6 +18,10 @@ pub struct Request {
     pub max_tokens: usize,
     /// Ids that end the text: the id itself is the last that is given. No ids by default.
     pub stop: Vec<u32>,
+    /// Bytes that end the text where they come, none of them empty: the token that completes them is the last that is
+    /// given. [`StopStrings`](super::StopStrings) tells what of the text comes before. The engine has to know the bytes of
+    /// tokens, see [`Engine::with_vocabulary`](super::Engine::with_vocabulary). None by default.
+    pub stop_strings: Vec<Vec<u8>>,
     /// How tokens are chosen, by default the likeliest. A draw depends on the seed, the token's position and the
     /// logits alone, not on what runs beside it.
     pub sampling: SamplingParams,
@@ -34,6 +38,7 @@ impl Request {
             prompt: prompt.into(),
             max_tokens: 256,
             stop: Vec::new(),
+            stop_strings: Vec::new(),
             sampling: SamplingParams::default(),
             logprobs: None,
         }
@@ -55,6 +60,8 @@ impl std::fmt::Display for RequestId {
 pub enum FinishReason {
     /// One of its stop ids was drawn.
     Stop,
+    /// One of its stop strings is there with the last token.
+    StopString,
     /// It has `max_tokens` tokens, or there is no room for another: the engine's positions or pages are all taken.
     Length,
     /// Its constraint says that the text is complete: the last token is a part of it.
@@ -102,6 +109,9 @@ pub struct Stats {
     pub waiting: usize,
     /// Requests that hold pages.
     pub running: usize,
+    /// Slots of the last step of single tokens, 0 if that step had none. On a GPU they are what the step costs, and its
+    /// graph is that of this many sequences: as many as there are up to 8, then the next power of two.
+    pub bucket: usize,
     /// Pages of keys and values in all.
     pub pages: usize,
     /// Pages that no request holds; some of them keep what may be read again.

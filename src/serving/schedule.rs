@@ -3,6 +3,7 @@
 //! et al. 2024), and where pages run out, the request that came last gives its own back and begins anew later
 //! (recomputation, Kwon et al. 2023, section 4.5).
 
+use super::buckets::{Buckets, Move};
 use super::pages::Pages;
 use super::request::{Drawn, FinishReason, Output, RequestId};
 use super::sequence::Sequence;
@@ -25,6 +26,8 @@ pub(super) struct Batch {
     /// Slots whose last token is taken in, with its position.
     pub singles: Vec<(usize, usize)>,
     pub chunks: Vec<Chunk>,
+    /// Who moves to another slot before the step: the slots above are those after it.
+    pub moves: Vec<Move>,
 }
 
 impl Batch {
@@ -32,15 +35,28 @@ impl Batch {
     pub fn apart(&self) -> impl Iterator<Item = Batch> {
         let single = |single: &(usize, usize)| Batch {
             singles: vec![*single],
-            chunks: Vec::new(),
+            ..Default::default()
         };
         let chunk = |chunk: &Chunk| Batch {
-            singles: Vec::new(),
             chunks: vec![*chunk],
+            ..Default::default()
         };
         (self.singles.iter().map(single)).chain(self.chunks.iter().map(chunk))
     }
 
+    /// Follows those who move.
+    fn relocate(&mut self, moves: Vec<Move>) {
+        let singles = self.singles.iter_mut().map(|(slot, _)| slot);
+        for slot in singles.chain(self.chunks.iter_mut().map(|chunk| &mut chunk.slot)) {
+            if let Some(of) = moves.iter().find(|of| of.from == *slot) {
+                *slot = of.to;
+            }
+        }
+        self.singles.sort_unstable();
+        self.moves = moves;
+    }
+
+    /// Whether nothing is launched.
     pub fn is_empty(&self) -> bool {
         self.singles.is_empty() && self.chunks.is_empty()
     }
@@ -59,6 +75,9 @@ pub(super) struct Schedule {
     waiting: BTreeMap<RequestId, Sequence>,
     /// The places of a step.
     pub slots: Vec<Option<Sequence>>,
+    buckets: Buckets,
+    /// Slots of the last step of single tokens.
+    pub bucket: usize,
     pub pages: Pages,
     /// Of a sequence, at most.
     positions: usize,
@@ -85,6 +104,8 @@ impl Schedule {
         Self {
             waiting: BTreeMap::new(),
             slots: (0..slots).map(|_| None).collect(),
+            buckets: Buckets::new(slots, chunk_tokens.is_some()),
+            bucket: 0,
             pages,
             positions,
             budget,
@@ -172,10 +193,14 @@ impl Schedule {
     /// The step that comes next, counted as launched.
     pub fn next(&mut self) -> Batch {
         let mut batch = Batch::default();
+        self.pages.begin_step();
         self.singles(&mut batch);
         let mut budget = self.budget;
         self.chunks(&mut batch, &mut budget);
         self.admit(&mut batch, &mut budget);
+        batch.relocate(self.buckets.compact(&mut self.slots));
+        let highest = batch.singles.last();
+        self.bucket = highest.map_or(0, |(slot, _)| self.buckets.size(slot + 1));
         batch
     }
 
@@ -260,21 +285,26 @@ impl Schedule {
     }
 
     /// As much of what a slot has to read as the budget allows, or with batch invariance a whole chunk, if there is
-    /// budget for it; its pages are there.
+    /// budget for it; its pages are there. What others have read is not read again. Where others read in this step what
+    /// is half of the chunk or more, it waits for the next one.
     fn chunk(&mut self, slot: usize, batch: &mut Batch, budget: &mut usize) {
         let Some(sequence) = &mut self.slots[slot] else {
             return;
         };
+        let saved = sequence.reuse(&mut self.pages, self.chunk_tokens);
+        self.cached_tokens += saved as u64;
         let (from, end) = (sequence.written, sequence.tokens.len());
         let to = match self.chunk_tokens {
             None => end.min(from + *budget),
             Some(chunk_tokens) => end.min((from / chunk_tokens + 1) * chunk_tokens),
         };
-        if to - from > *budget {
+        let coming = sequence.coming(&self.pages, self.chunk_tokens);
+        if to - from > *budget || 2 * coming >= to - from {
             return;
         }
         *budget -= to - from;
         sequence.written = to;
+        sequence.publish(&mut self.pages, self.chunk_tokens);
         if to == end {
             (sequence.active, sequence.under_way) = (true, 1);
         }
@@ -341,9 +371,10 @@ impl Schedule {
             Some(token) => sequence.draw(token, self.positions),
             None => Some(sequence.undrawn()),
         };
-        // Keys of what is no number are of no use to others.
-        if token.is_some() {
-            sequence.publish(&mut self.pages, self.chunk_tokens);
+        match finish {
+            // Keys of what is no number are of no use to others.
+            Some(FinishReason::Failed) => self.pages.withdraw(sequence.pages.iter().copied()),
+            _ => sequence.publish(&mut self.pages, self.chunk_tokens),
         }
         if finish.is_some() {
             self.leave(slot);

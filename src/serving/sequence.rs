@@ -4,6 +4,7 @@ use super::OP;
 use super::constraint::Constrained;
 use super::pages::{Chain, Pages, ROOT};
 use super::request::{FinishReason, Request, RequestId};
+use super::stop::Stopping;
 
 /// A request, what is known of its tokens, and where their keys and values are.
 #[derive(Debug)]
@@ -12,6 +13,8 @@ pub(super) struct Sequence {
     pub request: Request,
     /// What restricts its tokens: it knows those of `tokens` that were drawn.
     pub constrained: Option<Constrained>,
+    /// Its stop strings, if it has any, behind the tokens that were drawn.
+    stopping: Option<Stopping>,
     /// The prompt, followed by the tokens that were drawn and read back.
     pub tokens: Vec<u32>,
     /// Draws that are under way.
@@ -30,12 +33,18 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(id: RequestId, request: Request, constrained: Option<Constrained>) -> Self {
+    pub fn new(
+        id: RequestId,
+        request: Request,
+        constrained: Option<Constrained>,
+        stopping: Option<Stopping>,
+    ) -> Self {
         Self {
             id,
             tokens: request.prompt.clone(),
             request,
             constrained,
+            stopping,
             under_way: 0,
             written: 0,
             pages: Vec::new(),
@@ -62,20 +71,40 @@ impl Sequence {
         (self.request.prompt.len()).saturating_add(self.request.max_tokens)
     }
 
-    /// Takes over the pages that hold the beginning of its tokens already; the last token is read in any case, since
-    /// its logits are wanted. With batch invariance only whole chunks of `chunk_tokens` tokens are taken over. How many
-    /// tokens that saves.
+    /// Tokens that others' pages may hold behind what it has read: none in the middle of a page, and never the last one,
+    /// whose logits are wanted.
+    fn sharable(&self, pages: &Pages) -> &[u32] {
+        match self.written == self.published * pages.size() {
+            true => &self.tokens[self.written..self.tokens.len() - 1],
+            false => &[],
+        }
+    }
+
+    /// Takes over the pages that hold what it has to read next, in place of its own. With batch invariance only whole
+    /// chunks of `chunk_tokens` tokens are taken over. How many tokens that saves.
     pub fn reuse(&mut self, pages: &mut Pages, chunk_tokens: Option<usize>) -> usize {
-        let mut known = self.tokens.len() - 1;
+        let mut tokens = self.sharable(pages);
         if let Some(chunk_tokens) = chunk_tokens {
-            let (found, _) = pages.find(&self.tokens[..known]);
-            known = found.len() * pages.size() / chunk_tokens * chunk_tokens;
+            let (found, _) = pages.find(self.chain, tokens);
+            tokens = &tokens[..found.len() * pages.size() / chunk_tokens * chunk_tokens];
             pages.release(found.into_iter());
         }
-        (self.pages, self.chain) = pages.find(&self.tokens[..known]);
-        self.published = self.pages.len();
-        self.written = self.published * pages.size();
-        self.written
+        let (found, chain) = pages.find(self.chain, tokens);
+        let (first, count) = (self.published, found.len());
+        let own = first..self.pages.len().min(first + count);
+        let own: Vec<u32> = self.pages.splice(own, found).collect();
+        pages.release(own.into_iter());
+        self.chain = chain;
+        self.published += count;
+        self.written += count * pages.size();
+        count * pages.size()
+    }
+
+    /// How many tokens [`reuse`](Self::reuse) will save once the step that is being put together is through.
+    pub fn coming(&self, pages: &Pages, chunk_tokens: Option<usize>) -> usize {
+        let tokens = pages.coming(self.chain, self.sharable(pages));
+        let whole = chunk_tokens.unwrap_or(1);
+        tokens / whole * whole
     }
 
     /// Pages that are missing for `positions` positions.
@@ -84,8 +113,8 @@ impl Sequence {
         wanted.saturating_sub(self.pages.len())
     }
 
-    /// Lets others find the pages that are full of known tokens, or with batch invariance those of the prompt's whole
-    /// chunks of `chunk_tokens` tokens: what was read in fewer rows may differ in the last bits.
+    /// Lets others find the pages that are full of known tokens once the step is through, or with batch invariance those
+    /// of the prompt's whole chunks of `chunk_tokens` tokens: what was read in fewer rows may differ in the last bits.
     pub fn publish(&mut self, pages: &mut Pages, chunk_tokens: Option<usize>) {
         let size = pages.size();
         let known = match chunk_tokens {
@@ -124,6 +153,11 @@ impl Sequence {
         self.under_way = self.under_way.saturating_sub(1);
         if self.request.stop.contains(&token) {
             return Some(FinishReason::Stop);
+        }
+        if let Some(stopping) = &mut self.stopping
+            && stopping.accept(token)
+        {
+            return Some(FinishReason::StopString);
         }
         match self.constrained.as_mut().map(|of| of.accept(token)) {
             None | Some(Ok(false)) => {}

@@ -7,7 +7,7 @@ use crate::ops::SamplingParams;
 use crate::ops::logprobs::{MAX_TOP, cuda as logprobs};
 use crate::ops::sample::cuda::{self as sample, SETTINGS};
 use crate::ops::view::dtype_index;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, result};
 use candle_core::{CudaDevice, DType, Result};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -222,6 +222,32 @@ impl Slots {
         }
         self.known[slot] = 0;
         Ok(())
+    }
+
+    /// Moves who is in slot `from` to slot `to`, which nobody is in: on the GPU, behind the steps that are under way,
+    /// since the host does not know their tokens yet. A mask comes with the next [`set_mask`](Self::set_mask).
+    pub fn relocate(&mut self, from: usize, to: usize) -> Result<()> {
+        for which in [TOKEN, POSITION, WANTED] {
+            self.copy(self.word(which, from), self.word(which, to), 1)?;
+        }
+        let settings = |slot: usize| self.word(WORDS, 0) + (4 * SETTINGS * slot) as Address;
+        self.copy(settings(from), settings(to), SETTINGS)?;
+        let history = self.history.device_ptr(&self.device.cuda_stream()).0;
+        let history = |slot: usize| history + (4 * HISTORY * slot) as Address;
+        self.copy(history(from), history(to), HISTORY)?;
+        let row = from * self.width..from * self.width + self.known[from];
+        let pages = self.pages[row].to_vec();
+        self.set_pages(to, &pages);
+        self.leave(from)
+    }
+
+    /// Copies words of one slot to another, in the order of the stream.
+    fn copy(&self, from: Address, to: Address, words: usize) -> Result<()> {
+        let stream = Launcher::new(&self.device)?.stream;
+        // SAFETY: the addresses are those of two slots in one buffer that has as many words for each, and which is
+        // freed in the order of the stream.
+        let copied = unsafe { result::memcpy_dtod_async(to, from, 4 * words, stream) };
+        copied.map_err(candle_core::Error::wrap)
     }
 
     fn write_word(&mut self, which: usize, slot: usize, word: u32) -> Result<()> {

@@ -68,8 +68,15 @@ mod rms_norm_linear;
 mod rope;
 mod sample;
 mod serving;
+mod serving_buckets;
 mod serving_draws;
+mod serving_families;
 mod serving_invariance;
+#[cfg(target_os = "linux")]
+mod serving_memory;
+mod serving_order;
+mod serving_prefixes;
+mod serving_stops;
 mod sizes;
 mod smollm2;
 mod smollm2_error;

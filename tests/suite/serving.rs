@@ -23,7 +23,7 @@ pub fn options() -> Options {
     }
 }
 
-fn count(given: &mut Given, outputs: Vec<Output>) {
+pub fn count(given: &mut Given, outputs: Vec<Output>) {
     for Output {
         id, token, finish, ..
     } in outputs
@@ -36,7 +36,7 @@ fn count(given: &mut Given, outputs: Vec<Output>) {
 }
 
 /// Steps until nothing is left to do.
-fn finish(engine: &mut Engine, given: &mut Given) -> Result<()> {
+pub fn finish(engine: &mut Engine, given: &mut Given) -> Result<()> {
     finish_within(10_000, engine, given)
 }
 
@@ -52,7 +52,7 @@ fn finish_within(most: usize, engine: &mut Engine, given: &mut Given) -> Result<
 }
 
 /// The tokens of a request that has a `Generation` to itself.
-fn alone<M: Model>(model: &M, request: &Request) -> Result<Vec<u32>> {
+pub fn alone<M: Model>(model: &M, request: &Request) -> Result<Vec<u32>> {
     let mut generation = Generation::new(
         model,
         &generation::Options {

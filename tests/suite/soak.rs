@@ -151,7 +151,7 @@ fn of_a_fresh_process(number: u64) -> Result<Vec<u32>> {
 
 /// Resident bytes.
 #[cfg(target_os = "linux")]
-fn resident() -> usize {
+pub fn resident() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").expect("statm");
     let pages: usize = pages
         .split(' ')

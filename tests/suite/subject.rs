@@ -11,6 +11,7 @@ use candle_fused::models::smol::smollm3;
 use candle_fused::models::{
     Architecture, CausalLm, GgufModel, gpt_neox, llama, mistral, phi3, qwen2, qwen3,
 };
+use candle_fused::serving::{self, Engine};
 use candle_nn::VarBuilder;
 use std::io::Cursor;
 use std::sync::Arc;
@@ -50,6 +51,8 @@ pub trait Subject {
     fn clear(&mut self) -> Result<()>;
 
     fn generation(&self, options: &Options) -> Result<Generation>;
+
+    fn engine(&self, options: &serving::Options) -> Result<Engine>;
 }
 
 impl<C: Architecture> Subject for CausalLm<C> {
@@ -71,6 +74,10 @@ impl<C: Architecture> Subject for CausalLm<C> {
     fn generation(&self, options: &Options) -> Result<Generation> {
         Generation::new(self, options)
     }
+
+    fn engine(&self, options: &serving::Options) -> Result<Engine> {
+        Engine::new(self, options)
+    }
 }
 
 impl<C: Architecture> Subject for GgufModel<C> {
@@ -90,6 +97,10 @@ impl<C: Architecture> Subject for GgufModel<C> {
     fn generation(&self, options: &Options) -> Result<Generation> {
         Generation::new(self, options)
     }
+
+    fn engine(&self, options: &serving::Options) -> Result<Engine> {
+        Engine::new(self, options)
+    }
 }
 
 impl Subject for (Llama, Cache) {
@@ -108,6 +119,10 @@ impl Subject for (Llama, Cache) {
 
     fn generation(&self, options: &Options) -> Result<Generation> {
         Generation::new(&self.0, options)
+    }
+
+    fn engine(&self, options: &serving::Options) -> Result<Engine> {
+        Engine::new(&self.0, options)
     }
 }
 
