@@ -54,7 +54,11 @@ fn serve(engine: &mut Engine, rng: &mut StdRng, requests: usize) -> Result<()> {
 #[test]
 #[ignore = "run by the tests below"]
 fn memory_after_requests() -> Result<()> {
-    let requests = std::env::var(REQUESTS).map_or(1000, |n| n.parse().expect("a number"));
+    // Without them this process is not its own.
+    let Ok(requests) = std::env::var(REQUESTS) else {
+        return Ok(());
+    };
+    let requests = requests.parse().expect("a number");
     let (model, _) = load("llama_gqa_tied", Fusion::all())?;
     let mut engine = Engine::new(
         &model,
