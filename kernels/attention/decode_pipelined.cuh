@@ -1,21 +1,21 @@
 // The attention step of decoding where many sequences have their keys and values in pages (decode.cuh has the step).
 //
-// A block has all keys of a key/value head of one sequence, or a range of them where the sequence is long, and reads the
-// rows of the projection once for all query heads. It has few warps, which take tiles of keys in turn: a warp's
+// A block has all keys of a key/value head of one sequence, or a range of them where the sequence is long, and reads
+// the rows of the projection once for all query heads. It has few warps, which take tiles of keys in turn: a warp's
 // instructions wait for one another, so that one warp alone is late for its keys, but sums of many warps take long to
 // bring together. Each warp prefetches keys and values into a ring of pipeline stages of its own in shared memory by
 // `cp.async`, so that the bytes in flight do not depend on registers, and they go from there to tensor cores by
-// `ldmatrix`. The new key and value are written into the last tile. Position, page table, angles and the first stages are
-// read before the PDL wait, as decode.cuh says.
+// `ldmatrix`. The new key and value are written into the last tile. Position, page table, angles and the first stages
+// are read before the PDL wait, as decode.cuh says.
 #pragma once
 
 #include "attention/decode.cuh"
 
 namespace fused {
 
-// Keys and values of a warp's tiles, of `SUB` times 16 keys each. `W`: warps of the block. Rows in shared memory are 16 bytes longer than
-// a head, so that ldmatrix reads eight of them without bank conflicts. Offsets into the pools are in units of 16 bytes,
-// which fit 32 bits, and are the same for keys and values.
+// Keys and values of a warp's tiles, of `SUB` times 16 keys each. `W`: warps of the block. Rows in shared memory are 16
+// bytes longer than a head, so that ldmatrix reads eight of them without bank conflicts. Offsets into the pools are in
+// units of 16 bytes, which fit 32 bits, and are the same for keys and values.
 template <typename C, int D, int SUB, int STAGES, int W> struct KeyPipeline {
   using From = KeysInPages;
   static constexpr bool IN_PAGES = true, CODES = false;
@@ -32,8 +32,7 @@ template <typename C, int D, int SUB, int STAGES, int W> struct KeyPipeline {
   const uint4* v;
   uint32_t page, token;       // strides, in 16 bytes
   // Entries of the page table, one a lane: a page holds a multiple of 8 keys, so lane i has that of keys window + 8 i
-  // on.
-  // `ahead`: those of the next 256 keys.
+  // on. `ahead`: those of the next 256 keys.
   uint32_t window, entries, ahead;
 
   __device__ void begin(const KeysInPages& keys, uint32_t first) {
@@ -45,6 +44,8 @@ template <typename C, int D, int SUB, int STAGES, int W> struct KeyPipeline {
   __device__ static uint32_t look(const KeysInPages& keys, uint32_t first) {
     return keys.entry(first + 8 * (threadIdx.x % WARP));
   }
+
+  static_assert(W * KEYS <= 8 * WARP, "a warp's next tile is in the next window at most");
 
   // The tile of keys from `first` on into a stage. Keys that are not there are zeros.
   __device__ void fetch(const KeysInPages& keys, uint32_t first, uint32_t stage) {
@@ -342,8 +343,8 @@ template <typename C, int D, int SUB, int STAGES, int W> struct PipelinedDecodin
     }
   }
 
-  // Queries to operands of the tensor cores; the new key and value to k and v, as the cache has them. Warps take rows in
-  // turn, all in one loop, so that a warp's second row finds its instructions there.
+  // Queries to operands of the tensor cores; the new key and value to k and v, as the cache has them. Warps take rows
+  // in turn, all in one loop, so that a warp's second row finds its instructions there.
   __device__ void prepare_rows() const {
     const int lane = threadIdx.x % WARP, stored = Pipeline::dtype(0);
 #pragma unroll 1

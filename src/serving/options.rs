@@ -47,8 +47,9 @@ pub struct Options {
     /// - a request is admitted when all pages that it may need are free.
     ///
     /// That costs speed with few requests on a GPU or many on the CPU. It holds for engines with the same options on
-    /// one machine, except for requests that are restarted after an error or [`Engine::profile`](super::Engine::profile). On the term: Defeating
-    /// Nondeterminism in LLM Inference (He and Thinking Machines Lab 2025).
+    /// one machine, except for requests that are restarted after an error or
+    /// [`Engine::profile`](super::Engine::profile). On the term: Defeating Nondeterminism in LLM Inference (He and
+    /// Thinking Machines Lab 2025).
     pub batch_invariant: bool,
     /// On CUDA, record steps as graphs; true by default.
     pub graph: bool,

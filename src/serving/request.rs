@@ -19,7 +19,8 @@ pub struct Request {
     /// Ids that end the text: the id itself is the last that is given. No ids by default.
     pub stop: Vec<u32>,
     /// Bytes that end the text where they come, none of them empty: the token that completes them is the last that is
-    /// given. [`StopStrings`](super::StopStrings) tells what of the text comes before. The engine has to know the bytes of
+    /// given, unless another string that began earlier may still come: the first to begin counts.
+    /// [`StopStrings`](super::StopStrings) tells what of the text comes before. The engine has to know the bytes of
     /// tokens, see [`Engine::with_vocabulary`](super::Engine::with_vocabulary). None by default.
     pub stop_strings: Vec<Vec<u8>>,
     /// How tokens are chosen, by default the likeliest. A draw depends on the seed, the token's position and the
@@ -110,7 +111,8 @@ pub struct Stats {
     /// Requests that hold pages.
     pub running: usize,
     /// Slots of the last step of single tokens, 0 if that step had none. On a GPU they are what the step costs, and its
-    /// graph is that of this many sequences: as many as there are up to 8, then the next power of two.
+    /// graph is that of this many sequences: as many as there are up to 8, then the next power of two, and always all
+    /// with [`batch_invariant`](super::Options::batch_invariant).
     pub bucket: usize,
     /// Pages of keys and values in all.
     pub pages: usize,

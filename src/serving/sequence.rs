@@ -169,6 +169,11 @@ impl Sequence {
         }
         let generated = self.tokens.len() - self.request.prompt.len();
         let full = generated >= self.request.max_tokens || self.tokens.len() > positions;
-        full.then_some(FinishReason::Length)
+        let stopped = full && self.stopping.as_mut().is_some_and(Stopping::finish);
+        let reason = match stopped {
+            true => FinishReason::StopString,
+            false => FinishReason::Length,
+        };
+        full.then_some(reason)
     }
 }

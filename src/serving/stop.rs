@@ -93,16 +93,40 @@ impl Stopping {
         }
     }
 
-    /// Takes in a token that was drawn; whether a stop string is there with it.
+    /// Takes in a token that was drawn; whether a stop string is there with it, and none that began earlier may still
+    /// come.
     pub fn accept(&mut self, token: u32) -> bool {
         let bytes = self.vocabulary.get(token as usize);
         self.strings.push(bytes.map_or(&[], |bytes| bytes)).1
+    }
+
+    /// Whether a stop string is there where the text ends.
+    pub fn finish(&mut self) -> bool {
+        self.strings.finish().1
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::StopStrings;
+    use super::{StopStrings, Stopping};
+
+    /// "abcX" may still come behind "abc", so "bc" counts only where the text ends.
+    #[test]
+    fn a_string_within_one_that_may_come_counts_where_the_text_ends() {
+        let strings = [b"abcX".to_vec(), b"bc".to_vec()];
+        let pieces = ["a", "b", "c", "d"].map(|piece| piece.as_bytes().into());
+        let mut stopping = Stopping::new(&strings, &pieces.into());
+        assert_eq!([0, 1, 2].map(|token| stopping.accept(token)), [false; 3]);
+        assert!(stopping.finish());
+        let mut stopping = Stopping::new(&strings, &stopping.vocabulary);
+        assert_eq!(
+            [0, 1, 2, 3].map(|token| stopping.accept(token)),
+            [false, false, false, true]
+        );
+        let mut stopping = Stopping::new(&strings, &stopping.vocabulary);
+        assert_eq!([0, 1].map(|token| stopping.accept(token)), [false; 2]);
+        assert!(!stopping.finish());
+    }
 
     /// What is shown of pieces, and whether the text was stopped.
     fn shown(stops: &[&str], pieces: &[impl AsRef<[u8]>]) -> (Vec<String>, bool) {

@@ -11,8 +11,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::process::Command;
 
-/// How many requests a tenth of the run has.
-const REQUESTS: &str = "CANDLE_FUSED_MEMORY_REQUESTS";
+/// Set in a process that runs one test alone.
+const ALONE: &str = "CANDLE_FUSED_MEMORY_ALONE";
 
 /// Bytes that may come in the other nine tenths: the allocator's, whose free memory is in pieces.
 const LIMIT: usize = 4 << 20;
@@ -50,15 +50,7 @@ fn serve(engine: &mut Engine, rng: &mut StdRng, requests: usize) -> Result<()> {
     Ok(())
 }
 
-/// In a process of its own, where no other test takes memory.
-#[test]
-#[ignore = "run by the tests below"]
-fn memory_after_requests() -> Result<()> {
-    // Without them this process is not its own.
-    let Ok(requests) = std::env::var(REQUESTS) else {
-        return Ok(());
-    };
-    let requests = requests.parse().expect("a number");
+fn memory_after(requests: usize) -> Result<()> {
     let (model, _) = load("llama_gqa_tied", Fusion::all())?;
     let mut engine = Engine::new(
         &model,
@@ -80,28 +72,28 @@ fn memory_after_requests() -> Result<()> {
     Ok(())
 }
 
-fn in_its_own_process(requests: usize) {
-    let out = Command::new(std::env::current_exe().expect("this program"))
-        .args([
-            "serving_memory::memory_after_requests",
-            "--exact",
-            "--ignored",
-            "--nocapture",
-        ])
-        .env(REQUESTS, requests.to_string())
-        .output()
-        .expect("the program runs");
+/// The test runs itself again, in a process of its own, where no other test takes memory.
+fn in_its_own_process(test: &str, requests: usize) -> Result<()> {
+    if std::env::var_os(ALONE).is_some() {
+        return memory_after(requests);
+    }
+    let test = format!("serving_memory::{test}");
+    let out = Command::new(std::env::current_exe()?)
+        .args([&test, "--exact", "--include-ignored", "--nocapture"])
+        .env(ALONE, "1")
+        .output()?;
     let said = String::from_utf8_lossy(&out.stdout);
     assert!(out.status.success() && said.contains("1 passed"), "{said}");
+    Ok(())
 }
 
 #[test]
-fn memory_stays_flat_over_a_thousand_requests() {
-    in_its_own_process(100);
+fn memory_stays_flat_over_a_thousand_requests() -> Result<()> {
+    in_its_own_process("memory_stays_flat_over_a_thousand_requests", 100)
 }
 
 #[test]
 #[ignore = "takes some seconds"]
-fn memory_stays_flat_over_ten_thousand_requests() {
-    in_its_own_process(1000);
+fn memory_stays_flat_over_ten_thousand_requests() -> Result<()> {
+    in_its_own_process("memory_stays_flat_over_ten_thousand_requests", 1000)
 }

@@ -110,19 +110,24 @@ impl ServingRun {
     }
 
     /// What each measured part takes beyond its bound, and what the step takes beyond the parts' sum, which is less
-    /// than nothing where they overlap. Seconds, the most first.
+    /// than nothing where they overlap. Seconds, the most first. Attention is measured behind more keys than the step
+    /// has where requests generate while others are let in: its time counts in proportion to its bytes.
     pub fn remains(&self) -> Vec<(&str, f64)> {
         let Some(bound) = &self.bound else {
             return Vec::new();
         };
-        let mut remains: Vec<_> = self
+        let parts: Vec<_> = self
             .parts
             .iter()
-            .map(|(name, _, seconds, _)| (name.as_str(), seconds - bound.of(name)))
+            .map(|(name, _, seconds, bytes)| (name.as_str(), seconds * bound.scale(name, *bytes)))
+            .collect();
+        let mut remains: Vec<_> = parts
+            .iter()
+            .map(|(name, seconds)| (*name, seconds - bound.of(name)))
             .collect();
         remains.sort_by(|a, b| b.1.total_cmp(&a.1));
         if !remains.is_empty() {
-            let parts: f64 = self.parts.iter().map(|(_, _, seconds, _)| seconds).sum();
+            let parts: f64 = parts.iter().map(|(_, seconds)| seconds).sum();
             remains.push(("between parts", bound.step - parts));
         }
         remains
@@ -173,6 +178,16 @@ impl StepBound {
         let has = |part: &&PartBound| measured.split('+').any(|name| name == part.name);
         let parts = self.parts.iter().filter(has);
         parts.map(|part| part.seconds).sum()
+    }
+
+    /// What a measured part's time is multiplied by: of attention by itself, the bytes of the step over those that were
+    /// measured.
+    fn scale(&self, measured: &str, bytes: u64) -> f64 {
+        let attention = self.parts.iter().find(|part| part.name == "attention");
+        match attention {
+            Some(part) if part.name == measured && bytes > 0 => part.work.bytes / bytes as f64,
+            _ => 1.,
+        }
     }
 }
 

@@ -64,11 +64,20 @@ pub(super) fn plots(export: &Export) -> Vec<(&'static str, &'static str, Lines<'
 }
 
 fn lines(runs: &[ServingRun], plot: &Plot) -> Vec<Line> {
-    let name = |run: &ServingRun| match run.load {
-        Some(load) => format!("{} {} at {load}", run.model, run.format),
-        None => format!("{} {}", run.model, run.format),
-    };
     let runs: Vec<_> = runs.iter().filter(|run| run.arrivals == plot.of).collect();
+    // Other lengths are other lines.
+    let lengths = |run: &ServingRun| [&run.prompt_lengths, &run.answer_lengths].map(Clone::clone);
+    let alike = runs.iter().all(|run| lengths(run) == lengths(runs[0]));
+    let name = |run: &ServingRun| {
+        let mut name = format!("{} {}", run.model, run.format);
+        if let Some(load) = run.load {
+            name += &format!(" at {load}");
+        }
+        if !alike {
+            name += &format!(" {}", lengths(run).join("+"));
+        }
+        name
+    };
     let mut names: Vec<String> = Vec::new();
     for run in &runs {
         if !names.contains(&name(run)) {

@@ -206,7 +206,8 @@ impl<'a> Served<'a> {
         let steps = alike.then(|| record.full_steps()).flatten();
         let mut run = self.figures(&workload, &record, steps.as_deref())?;
         if record.requests <= self.sequences {
-            run.prompts_per_second = Some(record.prompt_tokens as f64 / record.begun);
+            let read = (record.prompt_tokens - record.cached_tokens) as f64;
+            run.prompts_per_second = (record.begun > 0.).then(|| read / record.begun);
         }
         if self.cuda {
             let means = Means::of(&record, steps.as_deref());
@@ -217,7 +218,8 @@ impl<'a> Served<'a> {
 
     /// Requests at `load` of `speed`, in tokens of a second.
     fn arriving(&mut self, workload: &Workload, load: f64, speed: f64) -> Result<ServingRun> {
-        let rng = &mut StdRng::seed_from_u64(77);
+        // Prompts of another load would still be in the cache.
+        let rng = &mut StdRng::seed_from_u64(load.to_bits());
         let requests = workload.draw(rng, self.engine.vocab_size());
         let answers: usize = requests.iter().map(|r| r.max_tokens).sum();
         let rate = load * speed * requests.len() as f64 / answers as f64;
@@ -236,12 +238,17 @@ impl<'a> Served<'a> {
         let vocab = self.engine.vocab_size();
         let rows = (means.rows.round() as usize).clamp(1, self.sequences);
         let keys = (means.keys / rows as f64).round() as usize;
-        // Behind the prompt four tokens are generated, and as many steps may be under way.
-        let keys = keys.clamp(1, self.engine.positions().saturating_sub(16).max(1));
+        // Requests generate while later ones are let in, and some steps behind that.
+        let budget = Options::default().prompt_budget;
+        let (positions, steps) = (self.engine.positions(), rows * keys / budget + 16);
+        let keys = keys.clamp(1, positions.saturating_sub(steps).max(1));
         let mut ids = Vec::new();
         for _ in 0..rows {
             let prompt = workload::random(rng, vocab, keys);
-            ids.push(self.engine.submit(Request::new(prompt))?);
+            ids.push(self.engine.submit(Request {
+                max_tokens: positions - keys,
+                ..Request::new(prompt)
+            })?);
         }
         while self.engine.stats().waiting > 0 {
             self.engine.step()?;

@@ -15,7 +15,8 @@ use std::time::Duration;
 const PROMPTS: (Lengths, Lengths) = (Lengths::Fixed(128), Lengths::Uniform(32, 224));
 const ANSWERS: (Lengths, Lengths) = (Lengths::Fixed(256), Lengths::Uniform(64, 448));
 
-/// Requests that arrive at random, for each sequence side by side, and the sequences that they are counted for at least.
+/// Requests that arrive at random, for each sequence side by side, and the sequences that they are counted for at
+/// least.
 const EACH: usize = 4;
 const LEAST: usize = 4;
 

@@ -128,8 +128,8 @@ pub(super) fn mma(case: &Case) -> Planned<Operands> {
     Alone::plan(case, index, mma_split(&case.shape))
 }
 
-/// Bytes of shared memory: the warps' rings of stages, and behind them queries, the new key and value, and a row for each
-/// warp.
+/// Bytes of shared memory: the warps' rings of stages, and behind them queries, the new key and value, and a row for
+/// each warp.
 fn pipelined_shared(form: DecodingPipelined) -> usize {
     let pitch = 2 * form.dim + 16;
     let rings = form.warps * form.stages * 2 * form.keys * pitch;
