@@ -397,6 +397,10 @@ template <typename C, int D, int SUB, int STAGES, int W> struct PipelinedDecodin
   static constexpr int SUMS = D + 4;
   static_assert(MAX_HEADS * SUMS * 4 <= RING, "a warp's sums fit into its ring");
 
+  __device__ static const float* sums_of(const char* memory, int warp, int head) {
+    return reinterpret_cast<const float*>(memory + warp * RING) + head * SUMS;
+  }
+
   __device__ void leave_sums(char* ring, Core& core) const {
     const int lane = threadIdx.x % WARP, t = lane % 4;
     core.l += __shfl_xor_sync(FULL, core.l, 1);
@@ -421,8 +425,7 @@ template <typename C, int D, int SUB, int STAGES, int W> struct PipelinedDecodin
       float top = -INFINITY, total = 0.f;
 #pragma unroll
       for (int w = 0; w < W; ++w) {
-        const float* sums = reinterpret_cast<const float*>(memory + w * RING) + i / D * SUMS;
-        weights[w] = *reinterpret_cast<const float2*>(sums + D);
+        weights[w] = *reinterpret_cast<const float2*>(sums_of(memory, w, i / D) + D);
         top = fmaxf(top, weights[w].x);
       }
       const float off = origin(top);
@@ -430,8 +433,7 @@ template <typename C, int D, int SUB, int STAGES, int W> struct PipelinedDecodin
 #pragma unroll
       for (int w = 0; w < W; ++w) {
         const float share = exp2_fast(weights[w].x - off);
-        const float4 sum =
-            *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(memory + w * RING) + i / D * SUMS + i % D);
+        const float4 sum = *reinterpret_cast<const float4*>(sums_of(memory, w, i / D) + i % D);
         total += share * weights[w].y;
         mean.x += share * sum.x, mean.y += share * sum.y, mean.z += share * sum.z, mean.w += share * sum.w;
       }

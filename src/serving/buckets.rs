@@ -37,7 +37,7 @@ impl Buckets {
         }
     }
 
-    /// Moves those in the highest slots to the lowest free ones, until a step is no larger than their number asks for;
+    /// Moves those in the highest slots to the lowest free ones, until a step is no larger than their number needs;
     /// who has moved, in order.
     pub fn compact<T>(&self, slots: &mut [Option<T>]) -> Vec<Move> {
         let wanted = self.size(slots.iter().flatten().count());

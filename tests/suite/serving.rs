@@ -8,6 +8,7 @@ use candle_fused::generation::{self, Generation, Model, SamplingParams};
 use candle_fused::serving::{Engine, FinishReason, Options, Output, Request, RequestId};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 /// What each request was given, and why it ended.
@@ -76,11 +77,28 @@ fn assert_empty(engine: &Engine) {
     assert_eq!((stats.running, stats.waiting, stats.slots_held), (0, 0, 0));
 }
 
-fn request(prompt: &[u32], max_tokens: usize) -> Request {
+/// The likeliest tokens behind a prompt.
+pub fn request(prompt: impl Into<Vec<u32>>, max_tokens: usize) -> Request {
     Request {
         max_tokens,
         ..Request::new(prompt)
     }
+}
+
+/// What was given is what each request gets alone.
+pub fn assert_alone<M: Model>(
+    model: &M,
+    given: &Given,
+    wanted: impl IntoIterator<Item = (RequestId, impl Borrow<Request>)>,
+) -> Result<()> {
+    for (id, request) in wanted {
+        assert_eq!(
+            given[&id].0,
+            alone(model, request.borrow())?,
+            "request {id}"
+        );
+    }
+    Ok(())
 }
 
 #[test]
@@ -209,13 +227,13 @@ fn a_shared_beginning_is_read_once() -> Result<()> {
             let mut given = Given::new();
             let prompts = [1u32, 2, 3].map(|last| [&beginning[..], &[last]].concat());
             for prompt in &prompts {
-                engine.submit(request(prompt, 5))?;
+                engine.submit(request(&prompt[..], 5))?;
                 finish(&mut engine, &mut given)?;
             }
             let expected = if share_prefixes { 2 * 64 } else { 0 };
             assert_eq!(engine.stats().cached_tokens, expected);
             for (prompt, (tokens, _)) in prompts.iter().zip(given.values()) {
-                assert_eq!(*tokens, alone(&model, &request(prompt, 5))?);
+                assert_eq!(*tokens, alone(&model, &request(&prompt[..], 5))?);
             }
         }
         Ok(())
@@ -344,7 +362,7 @@ fn requests_that_do_not_fit_are_refused() -> Result<()> {
             },
             "token 60000 is out of",
         ),
-        (request(&[1], 0), "max_tokens is 0"),
+        (request([1], 0), "max_tokens is 0"),
     ] {
         let text = refused(request);
         assert!(text.contains(expected), "{text}");

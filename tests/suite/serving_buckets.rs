@@ -1,7 +1,7 @@
 //! The size of a step follows the number of requests that run.
 
 use crate::generation::{PROMPTS, load};
-use crate::serving::{alone, count, finish, options};
+use crate::serving::{alone, assert_alone, count, finish, options};
 use crate::support::on_every_device;
 use candle_core::Result;
 use candle_fused::Fusion;
@@ -52,10 +52,7 @@ fn steps_are_no_larger_than_their_requests_ask_for() -> Result<()> {
         }
         sizes.dedup();
         assert_eq!(sizes[sizes.len() - 10..], [20, 16, 8, 7, 6, 5, 4, 3, 2, 1]);
-        for (id, request) in wanted {
-            assert_eq!(given[&id].0, alone(&model, &request)?, "request {id}");
-        }
-        Ok(())
+        assert_alone(&model, &given, wanted)
     })
 }
 
@@ -101,7 +98,7 @@ fn the_last_of_many_goes_on_in_the_smallest_step() -> Result<()> {
         }
         for (output, alone) in outputs.iter().zip(&expected) {
             let (got, want) = (output.logprobs.as_ref(), alone.logprobs.as_ref());
-            let (got, want) = (got.expect("asked for"), want.expect("asked for"));
+            let [got, want] = [got, want].map(|of| of.expect("log-probabilities"));
             assert!((got.logprob - want.logprob).abs() < 1e-3);
             assert_eq!(got.top.len(), want.top.len());
         }
@@ -133,10 +130,7 @@ fn slots_are_taken_again() -> Result<()> {
             }
         }
         finish(&mut engine, &mut given)?;
-        for (id, request) in wanted {
-            assert_eq!(given[&id].0, alone(&model, &request)?, "request {id}");
-        }
-        Ok(())
+        assert_alone(&model, &given, wanted)
     })
 }
 

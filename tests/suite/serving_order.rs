@@ -1,19 +1,12 @@
 //! Who is served when: no request starves, and a long prompt stalls nobody.
 
 use crate::generation::{PROMPTS, load};
-use crate::serving::options;
+use crate::serving::{options, request};
 use crate::support::on_every_device;
 use candle_core::Result;
 use candle_fused::Fusion;
-use candle_fused::serving::{Engine, FinishReason, Options, Output, Request, RequestId};
+use candle_fused::serving::{Engine, FinishReason, Options, Output, RequestId};
 use std::collections::BTreeSet;
-
-fn request(prompt: impl Into<Vec<u32>>, max_tokens: usize) -> Request {
-    Request {
-        max_tokens,
-        ..Request::new(prompt)
-    }
-}
 
 /// A prompt that shares no page with that of another seed.
 fn own(seed: u32, tokens: u32) -> Vec<u32> {

@@ -1,7 +1,7 @@
 //! Requests with one beginning read it once, also those that run at the same time.
 
 use crate::generation::{PROMPTS, load};
-use crate::serving::{alone, count, finish, options};
+use crate::serving::{alone, assert_alone, count, finish, options, request};
 use crate::support::on_every_device;
 use candle_core::Result;
 use candle_fused::Fusion;
@@ -13,13 +13,6 @@ fn text(tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (13 * i + 7) % 120).collect()
 }
 
-fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
-    Request {
-        max_tokens,
-        ..Request::new(prompt)
-    }
-}
-
 /// Runs requests that come at the same time; how many tokens of prompts were read.
 fn read(model: &Llama, options: &Options, requests: &[Request]) -> Result<u64> {
     let mut engine = Engine::new(model, options)?;
@@ -29,9 +22,7 @@ fn read(model: &Llama, options: &Options, requests: &[Request]) -> Result<u64> {
     }
     let mut given = BTreeMap::new();
     finish(&mut engine, &mut given)?;
-    for (id, request) in wanted {
-        assert_eq!(given[&id].0, alone(model, request)?, "request {id}");
-    }
+    assert_alone(model, &given, wanted)?;
     let stats = engine.stats();
     assert_eq!(stats.preemptions, 0);
     Ok(stats.prompt_tokens - stats.cached_tokens)
@@ -83,7 +74,7 @@ fn a_short_common_beginning_is_not_waited_for() -> Result<()> {
         let mut engine = Engine::new(&model, &options)?;
         for i in 0..3u32 {
             let own = (0..30).map(|j| (i * 31 + j * 7) % 120);
-            let prompt = text(8).into_iter().chain(own).collect();
+            let prompt: Vec<_> = text(8).into_iter().chain(own).collect();
             engine.submit(request(prompt, 5))?;
         }
         engine.step()?;
@@ -137,9 +128,6 @@ fn a_prompt_that_was_read_in_part_goes_on_there() -> Result<()> {
         assert_eq!(stats.preemptions, 1, "{stats:?}");
         // It had read more than half when the older one needed its fourth page.
         assert!(stats.cached_tokens >= 40, "{stats:?}");
-        for (id, request) in [(first, older), (second, younger)] {
-            assert_eq!(given[&id].0, alone(&model, &request)?, "request {id}");
-        }
-        Ok(())
+        assert_alone(&model, &given, [(first, older), (second, younger)])
     })
 }

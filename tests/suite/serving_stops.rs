@@ -1,7 +1,7 @@
 //! Stop strings end a request with the token that completes one.
 
 use crate::generation::{PROMPTS, load};
-use crate::serving::{alone, count, finish, options};
+use crate::serving::{alone, count, finish, options, request};
 use crate::support::on_every_device;
 use candle_core::Result;
 use candle_fused::Fusion;
@@ -16,13 +16,6 @@ fn vocabulary(tokens: usize) -> Vec<Box<[u8]>> {
         high => vec![letter(high), letter(token), b','],
     };
     (0..tokens).map(|token| bytes(token).into()).collect()
-}
-
-fn request(prompt: &[u32], max_tokens: usize) -> Request {
-    Request {
-        max_tokens,
-        ..Request::new(prompt)
-    }
 }
 
 /// Strings that end with a token, in the middle of one and in one that is not there, in requests that have to begin
@@ -42,7 +35,7 @@ fn a_request_ends_with_the_token_that_completes_a_string() -> Result<()> {
         .with_vocabulary(bytes.clone().into());
         let mut wanted = BTreeMap::new();
         for (i, prompt) in PROMPTS.iter().cycle().take(9).enumerate() {
-            let whole = alone(&model, &request(prompt, 40))?;
+            let whole = alone(&model, &request(*prompt, 40))?;
             let text = |tokens: &[u32]| -> Vec<u8> {
                 let bytes = tokens.iter().map(|token| &bytes[*token as usize][..]);
                 bytes.collect::<Vec<_>>().concat()
@@ -57,7 +50,7 @@ fn a_request_ends_with_the_token_that_completes_a_string() -> Result<()> {
             };
             let request = Request {
                 stop_strings: stop_strings.clone(),
-                ..request(prompt, 40)
+                ..request(*prompt, 40)
             };
             let ends = |tokens: &usize| {
                 let text = text(&whole[..*tokens]);

@@ -90,13 +90,19 @@ fn answer_lengths() -> String {
 impl ServingRun {
     /// Whether another run has the same requests.
     pub fn is_like(&self, other: &Self) -> bool {
-        let names = |run: &Self| [run.model.clone(), run.format.clone()];
-        let lengths = |run: &Self| [run.prompt_lengths.clone(), run.answer_lengths.clone()];
+        let names = |run: &Self| [run.model.clone(), run.format.clone(), run.lengths()];
         let counts = |run: &Self| (run.arrivals, run.sequences, run.requests, run.load);
-        names(self) == names(other)
-            && lengths(self) == lengths(other)
-            && counts(self) == counts(other)
-            && self.shared_prefix == other.shared_prefix
+        names(self) == names(other) && counts(self) == counts(other)
+    }
+
+    /// The lengths of its requests, in words.
+    pub fn lengths(&self) -> String {
+        let prefix = self.shared_prefix.as_ref();
+        let prefix = prefix.map_or_else(String::new, |p| format!(" behind a shared prefix ({p})"));
+        format!(
+            "prompts {}{prefix}, answers {}",
+            self.prompt_lengths, self.answer_lengths
+        )
     }
 
     /// The share of a step in which the host works.
@@ -131,6 +137,16 @@ impl ServingRun {
             remains.push(("between parts", bound.step - parts));
         }
         remains
+    }
+
+    /// [`Self::remains`] in words, in us.
+    pub fn remains_by_part(&self) -> String {
+        let remains = self.remains();
+        let parts = remains.iter();
+        let parts: Vec<_> = parts
+            .map(|(name, seconds)| format!("{name} {:.0}", seconds * 1e6))
+            .collect();
+        parts.join(", ")
     }
 }
 

@@ -29,17 +29,9 @@ fn lengths(runs: &[&ServingRun]) -> String {
     let Some(first) = runs.first() else {
         return String::new();
     };
-    let of = |run: &ServingRun| {
-        let prefix = run.shared_prefix.as_ref();
-        let prefix = prefix.map_or_else(String::new, |p| format!(" behind a shared prefix ({p})"));
-        format!(
-            "prompts {}{prefix}, answers {}",
-            run.prompt_lengths, run.answer_lengths
-        )
-    };
-    let all = runs.iter().all(|run| of(run) == of(first));
+    let all = runs.iter().all(|run| run.lengths() == first.lengths());
     let others = if all { "" } else { "; others beside it" };
-    format!("Tokens: {}{others}.", of(first))
+    format!("Tokens: {}{others}.", first.lengths())
 }
 
 fn of(runs: &[ServingRun], arrivals: Arrivals) -> Vec<&ServingRun> {
@@ -50,11 +42,6 @@ fn offline(runs: &[ServingRun]) -> String {
     let runs = of(runs, Arrivals::Offline);
     let row = |run: &&ServingRun| {
         let bound = run.bound.as_ref();
-        let remains: Vec<_> = run
-            .remains()
-            .iter()
-            .map(|(name, seconds)| format!("{name} {:.0}", seconds * 1e6))
-            .collect();
         let left = bound.map(|b| format!("{:.0}", (b.step - b.seconds()) * 1e6));
         vec![
             format!("{} {}, {}", run.model, run.format, run.sequences),
@@ -63,7 +50,7 @@ fn offline(runs: &[ServingRun]) -> String {
             or_blank(bound.map(|b| format!("{:.0}", b.tokens_per_second()))),
             or_blank(bound.map(|b| percent(b.share()))),
             or_blank(left),
-            remains.join(", "),
+            run.remains_by_part(),
             or_blank(run.step_p50.map(ms)),
             or_blank(run.step_p99.map(ms)),
             or_blank(run.host_share().map(percent)),

@@ -66,15 +66,14 @@ pub(super) fn plots(export: &Export) -> Vec<(&'static str, &'static str, Lines<'
 fn lines(runs: &[ServingRun], plot: &Plot) -> Vec<Line> {
     let runs: Vec<_> = runs.iter().filter(|run| run.arrivals == plot.of).collect();
     // Other lengths are other lines.
-    let lengths = |run: &ServingRun| [&run.prompt_lengths, &run.answer_lengths].map(Clone::clone);
-    let alike = runs.iter().all(|run| lengths(run) == lengths(runs[0]));
+    let alike = runs.iter().all(|run| run.lengths() == runs[0].lengths());
     let name = |run: &ServingRun| {
         let mut name = format!("{} {}", run.model, run.format);
         if let Some(load) = run.load {
             name += &format!(" at {load}");
         }
         if !alike {
-            name += &format!(" {}", lengths(run).join("+"));
+            name += &format!(", {}", run.lengths());
         }
         name
     };

@@ -128,7 +128,7 @@ pub fn run(
     Ok((runs, prefixes))
 }
 
-/// A model under an engine, and what it is asked for.
+/// A model under an engine, and its workloads.
 struct Served<'a> {
     case: &'a Case,
     engine: Engine,

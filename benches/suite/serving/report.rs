@@ -66,14 +66,9 @@ fn host(run: &ServingRun) -> String {
 /// The bound, the share of it that is reached, and what remains in us of a step: by part where parts were measured.
 fn bounded(run: &ServingRun, bound: &StepBound) -> String {
     let us = |seconds: f64| seconds * 1e6;
-    let remains = run.remains();
-    let remains: Vec<_> = remains
-        .iter()
-        .map(|(name, seconds)| format!("{name} {:.0}", us(*seconds)))
-        .collect();
-    let by_part = match remains.is_empty() {
+    let by_part = match run.parts.is_empty() {
         true => String::new(),
-        false => format!(": {}", remains.join(", ")),
+        false => format!(": {}", run.remains_by_part()),
     };
     format!(
         "bound {:.0} tokens/s, {:.0} us a step ({:.1} tokens, {:.1} of prompts, {:.0} keys): {:.1} % reached; remain \

@@ -1,4 +1,4 @@
-//! What an engine is asked for: requests whose lengths are drawn from distributions, and when they arrive.
+//! Workloads: requests whose lengths are drawn from distributions, and when they arrive.
 
 use crate::args::Args;
 use crate::figures::Arrivals;

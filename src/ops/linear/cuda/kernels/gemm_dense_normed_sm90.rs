@@ -4,6 +4,7 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormKind, Operands};
+use super::HEAD;
 use super::gemm_dense;
 use super::gemm_dense_sm90::{STAGE_K, check_halves, has_halves, weight_maps};
 use super::gemv::Gemv;
@@ -116,9 +117,8 @@ pub(crate) const MAX_K: usize = 1024;
 /// larger and read x and W less often (on an H200 K = 576 and 1024 were measured).
 const SHORT_K: usize = 768;
 
-/// Output channels from which on a product is a head's, and rows up to which that is faster here: with 256 rows
-/// SmolLM2-135M's takes 47.7 us on an H200, and 38.1 in the library with the norm in front.
-const HEAD: usize = 40_000;
+/// Rows up to which a head is faster here: with 256 SmolLM2-135M's takes 47.7 us on an H200, and 38.1 in the library with
+/// the norm in front.
 const HEAD_ROWS: usize = 128;
 
 /// Why another kernel is the faster one.

@@ -2,6 +2,7 @@
 
 use super::super::plan::Planned;
 use super::super::problem::{Case, WeightFormat};
+use super::HEAD;
 use super::gemv::{Core, GemvPlan};
 use crate::cuda::{Grid, Module, fatbin, kernel_index};
 use crate::quant::{BlockFormat, Scaling};
@@ -164,10 +165,8 @@ fn sums_of_group(case: &Case) -> usize {
     }
 }
 
-/// Output channels of a head, and K, for which kernels that keep x in shared memory are slower than those that read more of
-/// it: 2 rows of 49152x576 in Q4_0 take 11.0 us here, 16 rows 14.6 by `gemm_wna16_sm90`, where `gemm_wna16_skinny_sm90`
+/// K of a head up to which kernels that keep x in shared memory are slower than those that read more of it: 2 rows of 49152x576 in Q4_0 take 11.0 us here, 16 rows 14.6 by `gemm_wna16_sm90`, where `gemm_wna16_skinny_sm90`
 /// takes 16.2 and 18.2 (H200). With K = 2,048 it is the fastest.
-const HEAD: usize = 40_000;
 const HEAD_K: usize = 1024;
 
 /// Whether a product is a head with short K in blocks with scales of their own (Q4_0, Q4_1, Q5_0 and Q8_0 were measured).

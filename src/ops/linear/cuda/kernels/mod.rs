@@ -43,6 +43,9 @@ mod w8a8_params;
 
 use crate::cuda::groups_log2;
 
+/// Output channels from which on a product is taken for a model's head.
+const HEAD: usize = 40_000;
+
 /// The place of INT4 among a source's six kernels for it: groups of 128, 64 and 32, and the same with zero points.
 fn int4_form(group: usize, zero_point: bool) -> usize {
     groups_log2(group) + if zero_point { 3 } else { 0 }
