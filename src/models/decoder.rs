@@ -172,6 +172,12 @@ impl DecoderCache {
             .for_each(|l| l.set_len(len));
     }
 
+    /// Rotates tokens alike in all sequences of up to `positions` positions, see
+    /// [`RotaryEmbedding::fix_frequencies`].
+    pub fn fix_frequencies(&mut self, positions: usize) -> Result<()> {
+        self.rotaries.rotated.fix_frequencies(positions)
+    }
+
     /// Makes the rotary tables reach `positions` and gives them.
     pub fn rotaries(&mut self, positions: usize) -> Result<&Rotaries> {
         self.rotaries.reserve(positions)?;

@@ -224,6 +224,19 @@ impl RotaryEmbedding {
         self.long.as_ref().map_or(usize::MAX, |long| long.from)
     }
 
+    /// Makes the rotation of a token independent of how many tokens come after it, for sequences of up to `positions`
+    /// positions: if those pass the model's first context length, every token is rotated with the long frequencies,
+    /// in short sequences too, as vLLM does.
+    pub(crate) fn fix_frequencies(&mut self, positions: usize) -> Result<()> {
+        if let Some(long) = self.long.take_if(|long| positions > long.from) {
+            *self = Self {
+                magnitude: self.magnitude,
+                ..Self::new(long.frequencies, self.style, self.cos.device())?
+            };
+        }
+        Ok(())
+    }
+
     /// The tables of a call whose tokens come before position `end`: past a model's first context
     /// length, all of them turn by its long frequencies.
     pub(crate) fn tables_up_to(&self, end: usize) -> (&Tensor, &Tensor) {

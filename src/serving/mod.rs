@@ -127,8 +127,9 @@ impl Engine {
     pub fn new<M: Model>(model: &M, options: &Options) -> Result<Self> {
         let decoder = Parts::decoder(model);
         let mut kind: DecoderCache = model.empty_cache()?;
-        let most = decoder.stack.max_positions.min(kind.even_positions());
-        let positions = options.positions(most)?;
+        let most = decoder.stack.max_positions;
+        let positions = options.positions(most, kind.even_positions())?;
+        kind.fix_frequencies(positions)?;
         let room = runner::room(kind.device(), CPU_BYTES)?;
         let of_page = decoder.stack.blocks.iter().map(|block| {
             let config = block.attention.config();

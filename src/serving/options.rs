@@ -24,7 +24,10 @@ pub struct Options {
     /// Sequences of a step, 1 to 256; 64 by default.
     pub sequences: usize,
     /// Positions of a sequence at most, prompt included; by default 4096, or the model's context length if that is
-    /// less.
+    /// less. A model with LongRoPE (Phi-3 with 128k positions) has one set of frequencies up to its original context
+    /// length, which is also its default here, and another past it. With more positions than that, the engine rotates
+    /// all requests with the second set, short ones too, as vLLM does: keys that are kept cannot change. A short
+    /// request's tokens are then not those of a forward pass, which uses the first set.
     pub positions: Option<usize>,
     /// Tokens of a page: 8, 16, 32, 64, 128 or 256; 16 by default.
     pub page: usize,
@@ -72,12 +75,13 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Positions of a sequence, of which the model allows `most`.
+    /// Positions of a sequence, of which the model allows `most`, and `original` with its first rotary frequencies.
     ///
     /// # Errors
     /// If an option is out of range.
-    pub(super) fn positions(&self, most: usize) -> Result<usize> {
-        let positions = self.positions.unwrap_or(DEFAULT_POSITIONS.min(most));
+    pub(super) fn positions(&self, most: usize, original: usize) -> Result<usize> {
+        let default = DEFAULT_POSITIONS.min(most).min(original);
+        let positions = self.positions.unwrap_or(default);
         if !(1..=MAX_SEQUENCES).contains(&self.sequences) {
             let got = self.sequences;
             bail!("{OP}: {got} sequences, expected 1 to {MAX_SEQUENCES}");

@@ -1,12 +1,14 @@
 //! The engine runs every family of models, with the tokens of forward passes.
 
 use crate::golden::Golden;
-use crate::serving::{count, finish};
+use crate::serving::{alone, assert_alone, count, finish, request};
 use crate::subject::{ALL, Subject, dense};
 use crate::support::{device, on_every_device};
 use candle_core::{D, DType, Result, Tensor};
 use candle_fused::Fusion;
-use candle_fused::serving::{Options, Request};
+use candle_fused::models::phi3;
+use candle_fused::serving::{Engine, Options, Request};
+use candle_nn::ops::log_softmax;
 use std::collections::BTreeMap;
 
 /// The likeliest tokens, one forward pass after the other.
@@ -101,5 +103,71 @@ fn tokens_before_a_window_do_not_count() -> Result<()> {
         let tokens: Vec<_> = given.into_values().collect();
         assert_eq!(tokens[0], tokens[1]);
         Ok(())
+    })
+}
+
+/// With room for more positions than LongRoPE's first frequencies are for, the engine has the second ones alone: a long
+/// prompt gets Hugging Face's log-probabilities, and requests that begin as short ones the tokens of a model without
+/// first frequencies.
+#[test]
+fn past_the_original_context_long_frequencies_are_for_all() -> Result<()> {
+    on_every_device(|| {
+        let golden = Golden::open("phi3_long")?;
+        let config: phi3::Config = golden.config();
+        let model = phi3::Model::new(&config, golden.weights(DType::F32)?)?;
+        let default = Engine::new(&model, &Options::default())?;
+        assert_eq!(
+            Some(default.positions()),
+            config.original_max_position_embeddings
+        );
+        let mut engine = Engine::new(
+            &model,
+            &Options {
+                positions: Some(128),
+                page: 8,
+                prompt_budget: 16,
+                ..Default::default()
+            },
+        )?;
+        let ids = golden.outputs["longer_ids"].to_dtype(DType::U32)?;
+        let logits = golden.outputs["longer_logits"].to_dtype(DType::F64)?;
+        let expected = log_softmax(&logits.narrow(1, ids.dims()[1] - 1, 1)?, D::Minus1)?;
+        for row in 0..ids.dims()[0] {
+            let prompt = ids.get(row)?.to_vec1::<u32>()?;
+            assert!(prompt.len() > default.positions());
+            engine.submit(Request {
+                logprobs: Some(5),
+                ..request(prompt, 1)
+            })?;
+            let expected = expected.get(row)?.squeeze(0)?.to_vec1::<f64>()?;
+            let mut outputs = Vec::new();
+            while !engine.is_idle() {
+                outputs.extend(engine.step()?);
+            }
+            let top = outputs[0].logprobs.as_ref().expect("log-probabilities");
+            assert_eq!(top.top.len(), 5);
+            for (id, logprob) in &top.top {
+                let error = (f64::from(*logprob) - expected[*id as usize]).abs();
+                assert!(error < 1e-4, "token {id}: {logprob}, {error:e}");
+            }
+        }
+        let mut long_alone = config.clone();
+        let scaling = long_alone.rope_scaling.as_mut().expect("factors");
+        scaling.short_factor = scaling.long_factor.clone();
+        let long_alone = phi3::Model::new(&long_alone, golden.weights(DType::F32)?)?;
+        let requests = [(3, 20), (20, 60), (40, 30)].map(|(tokens, count)| {
+            let prompt: Vec<u32> = (0..tokens).map(|i| (11 + i * 23) % 127).collect();
+            request(prompt, count)
+        });
+        let mut wanted = BTreeMap::new();
+        for request in requests {
+            wanted.insert(engine.submit(request.clone())?, request);
+        }
+        let mut given = BTreeMap::new();
+        finish(&mut engine, &mut given)?;
+        // They are not those that the first frequencies give.
+        let (id, first) = wanted.iter().next().expect("a request");
+        assert_ne!(given[id].0, alone(&model, first)?);
+        assert_alone(&long_alone, &given, wanted)
     })
 }
