@@ -72,6 +72,8 @@ mod serving_buckets;
 mod serving_draws;
 mod serving_families;
 mod serving_invariance;
+#[cfg(feature = "cuda")]
+mod serving_kernels;
 #[cfg(target_os = "linux")]
 mod serving_memory;
 mod serving_order;

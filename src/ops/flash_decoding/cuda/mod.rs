@@ -5,6 +5,8 @@ mod cluster;
 #[cfg(test)]
 mod codes_tests;
 mod dispatch;
+#[cfg(test)]
+mod pages_tests;
 mod problem;
 mod split;
 mod step;
