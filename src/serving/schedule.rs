@@ -194,9 +194,10 @@ impl Schedule {
     pub fn next(&mut self) -> Batch {
         let mut batch = Batch::default();
         self.pages.begin_step();
-        self.singles(&mut batch);
+        let order = self.by_age();
+        self.singles(&order, &mut batch);
         let mut budget = self.budget;
-        self.chunks(&mut batch, &mut budget);
+        self.chunks(&order, &mut batch, &mut budget);
         self.admit(&mut batch, &mut budget);
         batch.relocate(self.buckets.compact(&mut self.slots));
         let highest = batch.singles.last();
@@ -212,9 +213,9 @@ impl Schedule {
         slots
     }
 
-    /// The sequences that go on by a token.
-    fn singles(&mut self, batch: &mut Batch) {
-        for slot in self.by_age() {
+    /// The sequences that go on by a token, of the slots in `order`.
+    fn singles(&mut self, order: &[usize], batch: &mut Batch) {
+        for &slot in order {
             // A younger one may have had to leave.
             let Some(sequence) = &self.slots[slot] else {
                 continue;
@@ -274,9 +275,9 @@ impl Schedule {
         });
     }
 
-    /// Goes on with prompts that have been begun.
-    fn chunks(&mut self, batch: &mut Batch, budget: &mut usize) {
-        for slot in self.by_age() {
+    /// Goes on with prompts that have been begun, in the slots in `order`.
+    fn chunks(&mut self, order: &[usize], batch: &mut Batch, budget: &mut usize) {
+        for &slot in order {
             let reading = self.slots[slot].as_ref().is_some_and(|s| !s.active);
             if reading && *budget > 0 {
                 self.chunk(slot, batch, budget);
