@@ -219,7 +219,8 @@ template <typename T, int K_BLOCKS, int N_TILES, int M_TILES> __device__ __force
     const uint4* weights = packs_of<T>(matrix.data, row, p.k) + chunks.first;
     load_chunks(chunks, w[tile], [&](int at) { return load_once(weights + at); });
   }
-  const bool normed = p.prologue.norm != NORM_NONE;
+  constexpr bool NORMS = K_BLOCKS * (N_TILES + M_TILES) <= GEMV_DENSE_LATENCY_NORMED;
+  const bool normed = NORMS && p.prologue.norm != NORM_NONE;
   const uint4* of_norm = static_cast<const uint4*>(p.prologue.weight) + chunks.first;
   if (normed) load_chunks(chunks, norm, [&](int at) { return of_norm[at]; });
   LatencyEpilogue<T> out[TURNS] = {};

@@ -120,6 +120,15 @@ impl Launcher {
         }
     }
 
+    /// The same launcher for a kernel that begins when the preceding ones have ended: it may read its weights before it would
+    /// wait for them, and they are what one of those writes.
+    pub fn in_order(self) -> Self {
+        Self {
+            dependent: false,
+            ..self
+        }
+    }
+
     /// Has a library launch what `launch` asks it for, on this stream.
     pub fn library(
         &self,

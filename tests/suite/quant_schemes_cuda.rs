@@ -1,6 +1,7 @@
 //! Products with INT8, FP8, NVFP4, NF4, INT4 and ternary weights on a GPU, against float64 of the same codes.
 
 mod chosen;
+mod dequantized;
 mod fp8;
 mod gemm_wna16;
 mod latency_forms;

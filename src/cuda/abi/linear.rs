@@ -238,8 +238,12 @@ abi! {
         (768, 1, 32), (768, 2, 32), (768, 3, 32), (768, 6, 32), (1536, 1, 32), (1536, 2, 32),
         (1024, 4, 8), (1024, 6, 8), (2048, 1, 8), (2048, 2, 8), (2048, 3, 8), (3072, 1, 8),
         (1024, 4, 16), (1024, 6, 16), (2048, 1, 16), (2048, 2, 16), (2048, 3, 16), (3072, 1, 16),
-        (1024, 4, 32), (1024, 6, 32), (2048, 1, 32)
+        (1024, 4, 32), (1024, 6, 32), (2048, 1, 32), (1536, 3, 32), (3072, 2, 16)
     ];
+
+    /// 16-byte pieces of weights and x that a lane of these blocks has in registers, up to which there is room for those of a
+    /// norm's weights, too.
+    const GEMV_DENSE_LATENCY_NORMED: Count<i32> = 40;
 
     /// Tiles of the GEMM for dense weights on Hopper: output channels, tokens, and stages of 64 values of K, with which
     /// a multiprocessor has room for two blocks.

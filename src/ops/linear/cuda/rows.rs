@@ -22,12 +22,12 @@ pub(super) const WNA16_M16: &[Rows] = &[(BF16, [2, 16]), (F32, [GEMV[1] + 1, 16]
 pub(super) const WNA16_LATENCY: &[Rows] = &[
     (F32, [1, gemm_wna16_latency::MAX_M]),
     (F16, [1, gemm_wna16_latency::MAX_M]),
-    (BF16, [1, gemm_wna16_latency::MAX_M]),
+    (BF16, [1, gemm_wna16_latency::MAX_M_BF16]),
 ];
 pub(super) const BLOCKS_LATENCY: &[Rows] = &[
     (F32, [2, gemm_wna16_latency::MAX_M]),
     (F16, [2, gemm_wna16_latency::MAX_M]),
-    (BF16, [2, gemm_wna16_latency::MAX_M]),
+    (BF16, [2, gemm_wna16_latency::MAX_M_BF16]),
 ];
 
 /// M of the kernel that has all rows of x in shared memory: f16, and f32 up to M = 8, in two parts. Its plan says for which

@@ -240,11 +240,8 @@ unsafe fn product(launcher: &Launcher, scratch: &mut Scratch, gemm: &Gemm) -> Re
     if unsafe { cublaslt::run(launcher, scratch, gemm)? } {
         return Ok(());
     }
-    // Not dependent, since the preceding kernel may have made the weight.
-    let in_order = Launcher {
-        dependent: false,
-        ..*launcher
-    };
+    // The preceding kernel may have made the weight.
+    let in_order = launcher.in_order();
     let all = ProductAt {
         x: gemm.x,
         norm: None,

@@ -6,7 +6,7 @@ use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormKind, Operands};
 use super::HEAD;
 use super::gemm_dense;
-use super::gemm_dense_sm90::{STAGE_K, check_halves, has_halves, weight_maps};
+use super::gemm_dense_sm90::{STAGE_K, check_halves, has_halves, spread_out, weight_maps};
 use super::gemv::Gemv;
 use super::gemv_dense::check_vectors;
 use super::tensor_map::operand_map;
@@ -98,7 +98,7 @@ impl Gemm {
             grid: Grid::new(
                 [blocks as u32, 1, 1],
                 (2 * form.rows + WARP) as u32,
-                (1024 + stages + norm) as u32,
+                spread_out(case, blocks, 1024 + stages + norm) as u32,
             ),
             halves: has_halves(case, form.channels),
             vectors: case.alignment.outputs && case.width().is_multiple_of(8),

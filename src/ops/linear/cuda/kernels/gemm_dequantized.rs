@@ -1,9 +1,12 @@
-//! Quantized weights and many rows of x: they are dequantized and become an operand of cuBLASLt.
+//! Quantized weights and many rows of x: they are dequantized and become an operand of cuBLASLt, or of another kernel for
+//! dense weights.
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormKind, Operand, Operands, ProductAt};
+use super::super::rows::{DENSE_NORMED_SM90, DENSE_SM90};
 use super::cublaslt::WORKSPACE;
 use super::gemm_dense::{Gemms, check, normalised};
+use super::{gemm_dense_normed_sm90, gemm_dense_sm90, gemv_dense_latency};
 use crate::cuda::abi::IN_ORDER;
 use crate::cuda::{
     Address, Arranged, Grid, Launcher, Narrow, Scratch, dequantize, narrow, product_dtype,
@@ -100,6 +103,10 @@ impl Kernel for Dequantized {
                 weight
             }
         };
+        if let Some((kernel, dense)) = of_dense(launcher, operands, (weight, rows, dtype)) {
+            // SAFETY: the caller's; the kernel begins when the weights are there.
+            return unsafe { kernel.run(&launcher.in_order(), scratch, &dense) };
+        }
         // SAFETY: the caller's.
         unsafe {
             let gemms = Gemms {
@@ -110,6 +117,55 @@ impl Kernel for Dequantized {
             };
             gemms.run(launcher, scratch)
         }
+    }
+}
+
+/// The product as one of dense weights, where x is of their dtype and another kernel than the library is faster: one that
+/// norms or gates in the same launch, or that the next kernel of a CUDA graph overlaps with.
+fn of_dense(
+    launcher: &Launcher,
+    operands: &Operands,
+    (address, rows, dtype): (Address, usize, DType),
+) -> Option<(Arc<dyn Kernel>, Operands)> {
+    if operands.at.x_dtype != dtype {
+        return None;
+    }
+    let dense = Operands {
+        weights: vec![Operand::Dense {
+            address,
+            dtype,
+            rows,
+        }],
+        at: operands.at,
+        second: None,
+        fetch: None,
+        dequantized: None,
+    };
+    Some((faster_than_library(&dense.case(launcher))?, dense))
+}
+
+/// The kernels for dense weights that may be faster than the library, in the order of the table and in its ranges.
+fn faster_than_library(case: &Case) -> Option<Arc<dyn Kernel>> {
+    let within = |[least, most]: [usize; 2], max_k: usize| {
+        let rms = case.norm != Some(NormKind::Layer);
+        rms && (least..=most).contains(&case.m) && case.k <= max_k
+    };
+    let latency = [1, gemv_dense_latency::MAX_M];
+    if within(latency, gemv_dense_latency::MAX_K)
+        && let Ok(kernel) = gemv_dense_latency::plan(case)
+    {
+        return Some(kernel);
+    }
+    let normed = case.x == DType::BF16;
+    if normed
+        && within(DENSE_NORMED_SM90, gemm_dense_normed_sm90::MAX_K)
+        && let Ok(kernel) = gemm_dense_normed_sm90::plan(case)
+    {
+        return Some(kernel);
+    }
+    match within(DENSE_SM90, usize::MAX) {
+        true => gemm_dense_sm90::plan(case).ok(),
+        false => None,
     }
 }
 

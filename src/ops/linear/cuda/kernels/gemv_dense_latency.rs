@@ -5,7 +5,9 @@ use super::super::plan::Planned;
 use super::super::problem::Case;
 use super::gemv::{GemvPlan, is_bf16};
 use super::gemv_dense::on_tensor_cores;
-use crate::cuda::abi::{GEMV_DENSE_LATENCY as FORMS, GemvDenseLatencyForm};
+use crate::cuda::abi::{
+    GEMV_DENSE_LATENCY as FORMS, GEMV_DENSE_LATENCY_NORMED, GemvDenseLatencyForm,
+};
 use crate::cuda::{Grid, Module, fatbin};
 use std::sync::Arc;
 
@@ -41,6 +43,8 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_dense_latency_1024_4_32_f16",
         "gemv_dense_latency_1024_6_32_f16",
         "gemv_dense_latency_2048_1_32_f16",
+        "gemv_dense_latency_1536_3_32_f16",
+        "gemv_dense_latency_3072_2_16_f16",
         "gemv_dense_latency_1024_1_8_bf16",
         "gemv_dense_latency_1536_1_8_bf16",
         "gemv_dense_latency_1024_3_8_bf16",
@@ -68,6 +72,8 @@ pub(super) static MODULE: Module = Module::new(
         "gemv_dense_latency_1024_4_32_bf16",
         "gemv_dense_latency_1024_6_32_bf16",
         "gemv_dense_latency_2048_1_32_bf16",
+        "gemv_dense_latency_1536_3_32_bf16",
+        "gemv_dense_latency_3072_2_16_bf16",
     ],
 );
 
@@ -75,11 +81,17 @@ pub(super) static MODULE: Module = Module::new(
 pub(crate) const MAX_K: usize = 3072;
 
 /// Rows of x at most. Several dozen take several blocks, and with more of them other kernels are faster.
-pub(crate) const MAX_M: usize = 64;
+pub(crate) const MAX_M: usize = 128;
+
+/// Rows of x from which on the largest blocks are slower than a GEMM that norms x, too.
+const FEW_ROWS: usize = 64;
 
 /// Output channels of an N tile.
 const N_TILE: usize = 8;
 const THREADS: u32 = 256;
+
+/// Values of K that the warps of a block have in one K block each.
+const K_BLOCK: usize = 256;
 
 /// Blocks of output channels by blocks of rows of x.
 fn blocks(case: &Case, form: &GemvDenseLatencyForm) -> [usize; 2] {
@@ -99,7 +111,13 @@ pub(super) fn fits(case: &Case, form: &GemvDenseLatencyForm) -> bool {
     // The largest blocks are the faster ones because they need no kernel for the norm: without one they take up to 1.3
     // times as long as the others.
     let large = form.n_tiles >= 4 && form.rows == 32;
-    case.k <= form.k && at_once && one_row && few_absent && (!large || case.norm.is_some())
+    let faster = case.norm.is_some() && case.m <= FEW_ROWS;
+    // More rows were measured on Hopper only.
+    let measured = case.m <= FEW_ROWS || case.gpu.arch >= 90;
+    let pieces = form.k / K_BLOCK * (form.n_tiles + form.rows / 8);
+    let normable = case.norm.is_none() || pieces <= GEMV_DENSE_LATENCY_NORMED;
+    let fits = case.k <= form.k && at_once && few_absent && normable;
+    fits && one_row && measured && (!large || faster)
 }
 
 /// The first of the forms that fits.

@@ -26,6 +26,9 @@ fn every_form_agrees_with_float64() -> Result<()> {
         (27, 768, [96, 96, 0], swiglu, true),
         (37, 1536, [57, 0, 0], none, false),
         (64, 576, [150, 50, 50], none, true),
+        (101, 1536, [570, 0, 0], none, false),
+        (29, 3000, [600, 120, 0], none, false),
+        (128, 576, [72, 24, 24], none, true),
     ];
     each_product(&device, &sizes, |product| {
         let operands = product.operands(&product.w)?;
