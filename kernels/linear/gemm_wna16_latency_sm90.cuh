@@ -1,4 +1,4 @@
-// Products of small quantized matrices with up to 64 rows of x and few output channels: a decode step of several
+// Products of small quantized matrices with up to 128 rows of x and few output channels: a decode step of several
 // sequences of a small model. As in gemv_dense_latency.cuh the latency from x to the output is all that counts, so
 // weights are in registers before x arrives.
 //

@@ -1,4 +1,4 @@
-// Products of small matrices, with x and weights of one 16-bit type, up to 64 rows of x, K up to 3072 and few output
+// Products of small matrices, with x and weights of one 16-bit type, up to 128 rows of x, K up to 3072 and few output
 // channels: the decode step of a small model. Weights are in registers before x arrives, so the latency from x to
 // the output is all that counts; an SM has hardly more than one warp at a time to hide it with. Hence fully unrolled
 // code, types known at compile time, and all addresses computed before the PDL wait.

@@ -54,7 +54,8 @@ pub struct EngineArgs {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub sequences: usize,
 
-    /// Tokens of a request at most, prompt included [default: 4096, or the model's context].
+    /// Tokens of a request at most, prompt included [default: 4096, or the model's context]. Past the original
+    /// context of a LongRoPE model all requests have its long frequencies.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub positions: Option<usize>,
 

@@ -120,8 +120,8 @@ impl Launcher {
         }
     }
 
-    /// The same launcher for a kernel that begins when the preceding ones have ended: it may read its weights before it would
-    /// wait for them, and they are what one of those writes.
+    /// The same launcher for a kernel whose weights a preceding kernel writes: it would read them before its PDL wait, so it
+    /// begins when those in front of it have ended.
     pub fn in_order(self) -> Self {
         Self {
             dependent: false,

@@ -42,7 +42,7 @@ use candle_core::{Result, Tensor};
 /// 16 bits in all.
 ///
 /// On Hopper, few weights in GGUF blocks, INT4 or INT8 (products with K up to 2,048 and few output channels) that meet 2 to
-/// 64 rows, and INT4 and INT8 that meet one, are rounded to x's dtype instead (INT8 codes stay whole numbers, except in f16
+/// 64 rows (128 in bf16), and INT4 and INT8 that meet one, are rounded to x's dtype instead (INT8 codes stay whole numbers, except in f16
 /// behind a norm), in bf16 once more where a norm's weights multiply them; x is not rounded. In f16 behind a norm, weights
 /// are to be below 512; products of a weight and the norm's below 2^-20 of the largest of 128 weights of the norm keep fewer
 /// bits. Rows of f32 are two bf16 parts each, 16 bits in all, and so are weights that meet up to 8 of

@@ -25,8 +25,8 @@ pub struct Options {
     pub sequences: usize,
     /// Positions of a sequence at most, prompt included; by default 4096, or the model's context length if that is
     /// less. A model with LongRoPE (Phi-3 with 128k positions) has one set of frequencies up to its original context
-    /// length, which is also its default here, and another past it. With more positions than that, the engine rotates
-    /// all requests with the second set, short ones too, as vLLM does: keys that are kept cannot change. A short
+    /// length, past which the default does not go, and another behind it. With more positions than that, the engine
+    /// rotates all requests with the second set, short ones too, as vLLM does: keys that are kept cannot change. A short
     /// request's tokens are then not those of a forward pass, which uses the first set.
     pub positions: Option<usize>,
     /// Tokens of a page: 8, 16, 32, 64, 128 or 256; 16 by default.

@@ -1,13 +1,16 @@
 //! Recorded ops against the same ops launched one by one. A recording needs the GPU for itself:
 //! `cargo test --release --features cuda -- --ignored replay:: --test-threads 1`.
 
+use crate::quant_linear::blocks_on;
 use crate::support::{devices, randn, randn_on, values};
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_fused::cuda::{Replay, count_launches};
+use candle_fused::cuda::{Replay, count_launches, with_kernel};
 use candle_fused::ops::{
-    AttentionParams, Epilogue, PageLayout, PagePool, PageTable, PagedAppend, PagedAttention,
-    RaggedBatch, RopeStyle, RotaryTables, TokenMap, flash_attention_padded, flash_attention_varlen,
-    linear, paged_append, paged_attention, rms_norm, rope_tokens,
+    Activation, AttentionParams, Epilogue, PageLayout, PagePool, PageTable, PagedAppend,
+    PagedAttention, Prologue, RaggedBatch, RopeStyle, RotaryTables, TokenMap,
+    flash_attention_padded, flash_attention_varlen, linear, paged_append, paged_attention,
+    quant_linear, rms_norm, rope_tokens,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -299,6 +302,56 @@ fn what_panics_leaves_no_recording_behind() -> Result<()> {
         assert_eq!(values(&rms_norm(&x, &norm, 1e-5)?)?, expected);
         let count = count_launches(cuda, || rms_norm(&x, &norm, 1e-5).map(drop))?;
         assert_eq!(count, 1);
+    }
+    Ok(())
+}
+
+/// Products whose weights are dequantized, in turns in the same memory, wait for their own.
+#[test]
+#[ignore = "needs the GPU for itself"]
+fn a_replay_dequantizes_for_each_product() -> Result<()> {
+    for gpu in devices().into_iter().filter(Device::is_cuda) {
+        for (dtype, m, k, activation) in [
+            (DType::BF16, 100, 576, Activation::None),
+            (DType::BF16, 100, 576, Activation::SwiGlu),
+            (DType::BF16, 128, 1024, Activation::SwiGlu),
+            (DType::F16, 100, 576, Activation::None),
+            (DType::F16, 100, 1024, Activation::SwiGlu),
+        ] {
+            let x = randn_on(&[m, k], dtype, &gpu)?;
+            let weight = randn_on(&[k], dtype, &gpu)?;
+            let prologue = Prologue::RmsNorm {
+                weight: &weight,
+                eps: 1e-5,
+            };
+            let epilogue = Epilogue {
+                activation,
+                ..Default::default()
+            };
+            let matrix = || blocks_on(320, k, GgmlDType::Q8_0, &gpu);
+            let weights = (0..4)
+                .map(|_| Ok([matrix()?, matrix()?]))
+                .collect::<Result<Vec<_>>>()?;
+            let chain = || {
+                with_kernel(Some("gemm_dequantized_cublaslt"), || {
+                    let of = |pair| quant_linear(&x, prologue, pair, &epilogue);
+                    weights
+                        .iter()
+                        .map(|pair| of(&pair[..]))
+                        .collect::<Result<Vec<_>>>()
+                })
+            };
+            let expected = chain()?;
+            // SAFETY: tests that are ignored by default run alone.
+            let mut replay = unsafe { Replay::record(gpu.as_cuda_device()?, chain)? };
+            for _ in 0..10 {
+                // SAFETY: x and all weights are those that were recorded.
+                unsafe { replay.launch()? };
+                for (ours, expected) in replay.results().iter().zip(&expected) {
+                    assert_eq!(values(ours)?, values(expected)?, "{m}x{k} {dtype:?}");
+                }
+            }
+        }
     }
     Ok(())
 }

@@ -23,7 +23,7 @@ const FORMS: [(usize, usize, usize, &str); 10] = [
     (64, 1536, 576, "_8_3_32"),
     // Several blocks of rows, the last of them with few.
     (91, 288, 1536, "_12_1_32"),
-    (128, 280, 576, "_8_"),
+    (128, 280, 576, "_8_3_16"),
 ];
 
 /// Root mean square of the errors at most. Weights are rounded to x's dtype, in bf16 twice, and so are outputs; f32 keeps 16

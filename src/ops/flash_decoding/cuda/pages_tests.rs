@@ -171,7 +171,7 @@ impl Case {
     }
 }
 
-/// Rows of q whose sequence stands at one of these positions differ from each other in length by far.
+/// Sequences of very different lengths, enough to fill a GPU.
 #[test]
 fn every_feature_over_pages_agrees_with_float64() -> Result<()> {
     let Ok(device) = Device::new_cuda(0) else {

@@ -15,7 +15,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 /// N and K of the products of SmolLM2-135M, Qwen3-0.6B, Llama-3.2-1B, Pythia-2.8B and Llama-3-8B, and of gated ones.
-const SHAPES: [(usize, usize, bool); 17] = [
+const SHAPES: [(usize, usize, bool); 18] = [
     (960, 576, false),
     (576, 576, false),
     (3072, 576, true),
@@ -24,6 +24,7 @@ const SHAPES: [(usize, usize, bool); 17] = [
     (4096, 1024, false),
     (1024, 2048, false),
     (6144, 1024, true),
+    (1024, 3072, false),
     (16384, 2048, true),
     (2048, 8192, false),
     (128256, 2048, false),
@@ -300,6 +301,38 @@ fn q2_k_is_not_rounded_for_few_f32_rows() -> Result<()> {
         let weight = WeightFormat::Quantized(Format::Block(BlockFormat::of(dtype)?));
         let planned = gemm_wna16_sm90::plan(&case(h100, weight, x, m, (4096, 4096, false)));
         assert_eq!(planned.is_ok(), takes, "{dtype:?} {x:?} {m}");
+    }
+    Ok(())
+}
+
+/// Among kernels of other kinds a block has an SM to itself if there is an SM for each block, and only then.
+#[test]
+fn blocks_of_a_chain_are_spread_over_the_gpu() -> Result<()> {
+    let h100 = gpu_named("H100");
+    let weight = WeightFormat::Dense(DType::BF16);
+    for (kernel, m, shape, spread) in [
+        ("gemm_dense_sm90", 32, (1024, 4096, false), true),
+        ("gemm_dense_sm90", 32, (28672, 4096, true), false),
+        ("gemm_dense_normed_sm90", 128, (3072, 576, true), true),
+        ("gemm_dense_normed_sm90", 2048, (3072, 576, true), false),
+    ] {
+        let plan = |one_cta_per_sm| {
+            select(&Case {
+                one_cta_per_sm,
+                ..case(h100, weight, DType::BF16, m, shape)
+            })
+        };
+        let (apart, chained) = (plan(false)?, plan(true)?);
+        assert_eq!(chained.kernel, kernel);
+        let grid = chained.how.grid().expect("a grid");
+        assert_eq!(grid.blocks[0] <= h100.sms, spread, "{chained}");
+        let least = if spread { h100.share(2) } else { 0 };
+        let before = apart.how.grid().expect("a grid").shared;
+        assert_eq!(
+            grid.shared as usize,
+            least.max(before as usize),
+            "{chained}"
+        );
     }
     Ok(())
 }

@@ -83,8 +83,11 @@ pub(crate) const MAX_K: usize = 3072;
 /// Rows of x at most. Several dozen take several blocks, and with more of them other kernels are faster.
 pub(crate) const MAX_M: usize = 128;
 
-/// Rows of x from which on the largest blocks are slower than a GEMM that norms x, too.
-const FEW_ROWS: usize = 64;
+/// Rows of x up to which the largest blocks are faster than a GEMM that norms x, too.
+const LARGE_BLOCKS_MAX_M: usize = 64;
+
+/// Rows of x up to which other GPUs than Hopper were measured, too, with forms that have room for a norm.
+const ANY_GPU_MAX_M: usize = 64;
 
 /// Output channels of an N tile.
 const N_TILE: usize = 8;
@@ -111,12 +114,11 @@ pub(super) fn fits(case: &Case, form: &GemvDenseLatencyForm) -> bool {
     // The largest blocks are the faster ones because they need no kernel for the norm: without one they take up to 1.3
     // times as long as the others.
     let large = form.n_tiles >= 4 && form.rows == 32;
-    let faster = case.norm.is_some() && case.m <= FEW_ROWS;
-    // More rows were measured on Hopper only.
-    let measured = case.m <= FEW_ROWS || case.gpu.arch >= 90;
+    let faster = case.norm.is_some() && case.m <= LARGE_BLOCKS_MAX_M;
     let pieces = form.k / K_BLOCK * (form.n_tiles + form.rows / 8);
-    let normable = case.norm.is_none() || pieces <= GEMV_DENSE_LATENCY_NORMED;
-    let fits = case.k <= form.k && at_once && few_absent && normable;
+    let norms = pieces <= GEMV_DENSE_LATENCY_NORMED;
+    let measured = case.gpu.arch == 90 || (case.m <= ANY_GPU_MAX_M && norms);
+    let fits = case.k <= form.k && at_once && few_absent && (norms || case.norm.is_none());
     fits && one_row && measured && (!large || faster)
 }
 
