@@ -98,7 +98,7 @@ fn tokens_are_those_of_the_kernel_for_any_sequences() -> Result<()> {
         let theirs = &theirs[id];
         assert_eq!((ours.len(), theirs.len()), (40, 40));
         for (ours, theirs) in ours.iter().zip(theirs) {
-            let top = |output: &Output| output.logprobs.clone().expect("asked for").top;
+            let top = |output: &Output| output.logprobs.clone().expect("log-probabilities").top;
             let (a, b) = (top(ours), top(theirs));
             assert!((a[0].1 - b[0].1).abs() < 0.1, "{id}: {a:?} {b:?}");
             if ours.token != theirs.token {

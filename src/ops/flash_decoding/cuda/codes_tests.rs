@@ -1,9 +1,8 @@
 //! A step over codes in pages, against the ops that append and attend.
 
-use super::tests::{Layer, Prepared, SLOTS, difference, in_pages};
+use super::tests::{Layer, Prepared, difference, in_pages};
 use super::{Attention, StepShape};
-use crate::cuda::{Launcher, address_of};
-use crate::ops::paged_attention::cuda::pool_pages;
+use crate::cuda::Launcher;
 use crate::ops::{
     PageLayout, PagePool, PageScales, PageTable, PagedAppend, PagedAttention, RopeStyle,
     RotaryTables, TokenMap, paged_append, paged_attention,
@@ -99,20 +98,15 @@ fn codes_in_pages_give_what_the_ops_give() -> Result<()> {
                 lengths,
             };
             let expected = layer_by_ops(&layer, &theirs, &entries, window)?;
-            let sizes = pool.checked("test")?;
-            let width = (SLOTS / page) as u64;
-            let rows = [address_of(&table)?, 0, width, width, at.len() as u64];
-            let pages = pool_pages("test", &pool, sizes, rows)?;
             let shape = StepShape {
                 paged: true,
                 cache_dtype: format.stored(),
                 ..layer.shape()
             };
             let mut prepared = Prepared::of(&launcher, &layer, shape)?;
-            let step = &mut prepared.step;
-            (step.k_cache, step.v_cache) = (pages.k, pages.v);
-            (step.pages, step.window) = (Some(pages), window.unwrap_or(0));
-            let attention = Attention::new(&launcher, *step, None)?;
+            prepared.set_pages(&pool, &table)?;
+            prepared.step.window = window.unwrap_or(0);
+            let attention = Attention::new(&launcher, prepared.step, None)?;
             // SAFETY: the tensors have the sizes that the step asks for and outlive the launch.
             unsafe { attention.run(&launcher)? };
             let bound = if dtype == DType::F32 { 1e-3 } else { 1e-2 };

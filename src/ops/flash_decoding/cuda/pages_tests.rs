@@ -1,10 +1,9 @@
 //! Kernels over keys in pages with every feature of a step, for sequences enough to fill a GPU, against float64.
 
-use super::tests::{Layer, Prepared, SLOTS, difference, in_pages};
+use super::tests::{Layer, Prepared, difference, in_pages};
 use super::{Attention, StepShape, kernel_table};
 use crate::cuda::{Graph, Launcher, address_of, with_kernel};
 use crate::ops::flash_decoding::{FlashDecoding, reference};
-use crate::ops::paged_attention::cuda::pool_pages;
 use crate::ops::{HeadNorms, RopeStyle};
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -140,10 +139,6 @@ impl Case {
     fn recorded(&self, launcher: &Launcher) -> Result<Tensor> {
         let layer = &self.layer;
         let (pool, table, _) = in_pages(layer, PAGE)?;
-        let width = (SLOTS / PAGE) as u64;
-        let sequences = layer.position.elem_count() as u64;
-        let rows = [address_of(&table)?, 0, width, width, sequences];
-        let pages = pool_pages("test", &pool, pool.checked("test")?, rows)?;
         let shape = StepShape {
             paged: true,
             heads: self.heads(),
@@ -151,9 +146,9 @@ impl Case {
             ..layer.shape()
         };
         let mut prepared = Prepared::of(launcher, layer, shape)?;
+        prepared.set_pages(&pool, &table)?;
         let step = &mut prepared.step;
-        (step.k_cache, step.v_cache) = (pages.k, pages.v);
-        (step.pages, step.window) = (Some(pages), self.features.window.unwrap_or(0));
+        step.window = self.features.window.unwrap_or(0);
         step.style = self.features.style;
         step.softcap = self.features.softcap.unwrap_or(0.);
         if self.features.normed {
@@ -162,7 +157,7 @@ impl Case {
             step.eps = EPS as f32;
         }
         let attention = Attention::new(launcher, *step, None)?;
-        // SAFETY: the tensors have the sizes that the step asks for and outlive the graph.
+        // SAFETY: the tensors have the sizes that the step needs and outlive the graph.
         let record = |l: &Launcher| (0..2).try_for_each(|_| unsafe { attention.run(l) });
         let mut graph = Graph::capture(launcher.gpu, record)?;
         // SAFETY: as above; candle's stream carries everything else, too.

@@ -230,20 +230,16 @@ fn check_pages(
 ) -> Result<bool> {
     let (k, v) = (layer.k.copy()?, layer.v.copy()?);
     let (pool, table, order) = in_pages(layer, page)?;
-    let sizes = pool.checked("test")?;
-    let width = (SLOTS / page) as u64;
-    let sequences = layer.position.elem_count() as u64;
-    let rows = [address_of(&table)?, 0, width, width, sequences];
-    let pages = pool_pages("test", &pool, sizes, rows)?;
     let shape = StepShape {
         paged: true,
         ..layer.shape()
     };
     let mut prepared = Prepared::of(launcher, layer, shape)?;
-    let step = &mut prepared.step;
-    (step.k_cache, step.v_cache) = (pages.k, pages.v);
-    (step.pages, step.window) = (Some(pages), window.unwrap_or(0));
-    let attention = with_kernel(Some(kernel), || Attention::new(launcher, *step, None));
+    prepared.set_pages(&pool, &table)?;
+    prepared.step.window = window.unwrap_or(0);
+    let attention = with_kernel(Some(kernel), || {
+        Attention::new(launcher, prepared.step, None)
+    });
     let attention = match attention {
         Ok(attention) => attention,
         Err(error) => return refused(&error).map(|()| false),
@@ -330,6 +326,20 @@ impl Prepared {
             counters,
             step,
         })
+    }
+}
+
+impl Prepared {
+    /// Has the step read and write the pages of a pool, which are those of the sequences by the rows of `table`.
+    pub fn set_pages(&mut self, pool: &PagePool, table: &Tensor) -> Result<()> {
+        let (sequences, width) = table.dims2()?;
+        let [sequences, width] = [sequences as u64, width as u64];
+        let rows = [address_of(table)?, 0, width, width, sequences];
+        let pages = pool_pages("test", pool, pool.checked("test")?, rows)?;
+        let step = &mut self.step;
+        (step.k_cache, step.v_cache) = (pages.k, pages.v);
+        (step.pages, step.shape.paged) = (Some(pages), true);
+        Ok(())
     }
 }
 

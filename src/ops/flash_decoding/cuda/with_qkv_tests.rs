@@ -8,7 +8,6 @@ use crate::cuda::{Graph, Launcher, address_of};
 use crate::ops::flash_decoding;
 use crate::ops::linear;
 use crate::ops::linear::cuda::{self as products, NormAt, NormKind, ProductAt};
-use crate::ops::paged_attention::cuda::pool_pages;
 use crate::ops::{Activation, ActivationBits, Epilogue, Prologue, Weight};
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -154,17 +153,12 @@ fn check(layer: &Layer, product: &Qkv, form: Form) -> Result<()> {
         ..layer.clone()
     };
     let mut prepared = Prepared::new(&launcher, &ours)?;
-    let step = &mut prepared.step;
-    step.window = form.window.unwrap_or(0);
+    prepared.step.window = form.window.unwrap_or(0);
     // The owner of the table.
     let mut _table = None;
     if let Some(page) = form.page {
         let (pool, table, _) = in_pages(&ours, page)?;
-        let width = (SLOTS / page) as u64;
-        let rows = [address_of(&table)?, 0, width, width, 1];
-        let pages = pool_pages("test", &pool, pool.checked("test")?, rows)?;
-        (step.k_cache, step.v_cache, step.shape.paged) = (pages.k, pages.v, true);
-        step.pages = Some(pages);
+        prepared.set_pages(&pool, &table)?;
         _table = Some(table);
         let (after, _, _) = in_pages(&appended, page)?;
         (appended.k, appended.v) = (after.k, after.v);
@@ -172,7 +166,7 @@ fn check(layer: &Layer, product: &Qkv, form: Form) -> Result<()> {
     }
     let qkv = product.operands(&ours.qkv)?;
     let operands = Operands {
-        step: *step,
+        step: prepared.step,
         companion: Some(Companion::Qkv(qkv)),
     };
     let case = operands.case(&launcher);

@@ -381,7 +381,7 @@ pub(super) static RULES: &[Rule] = &[
         formats: Formats::GGUF.or(Formats::INT4),
         arch: [90, 90],
         plan: gemm_dequantized::plan_if_fastest,
-        note: "up to 8 million weights from 65 rows on in a CUDA graph, from 512 on outside; more weights from weights / 32,768 rows on, unless one half gates the other; f16 counts twice, and x in 16 bits without a layer norm is multiplied by `gemv_dense_latency`, `gemm_dense_normed_sm90` or `gemm_dense_sm90` where they take it",
+        note: "up to 8 million weights from 65 rows on in a CUDA graph, from 512 on outside; more weights from weights / 32,768 rows on, unless one half gates the other; f16 counts twice, and x in 16 bits without a layer norm is multiplied by `gemv_dense_latency` or `gemm_dense_normed_sm90` where they take it",
         ..DEQUANTIZED
     },
     Rule {

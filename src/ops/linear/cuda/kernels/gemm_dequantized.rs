@@ -3,10 +3,10 @@
 
 use super::super::plan::{Kernel, Planned};
 use super::super::problem::{Case, NormKind, Operand, Operands, ProductAt};
-use super::super::rows::{DENSE_NORMED_SM90, DENSE_SM90};
+use super::super::rows::DENSE_NORMED_SM90;
 use super::cublaslt::WORKSPACE;
 use super::gemm_dense::{Gemms, check, normalised};
-use super::{gemm_dense_normed_sm90, gemm_dense_sm90, gemv_dense_latency};
+use super::{gemm_dense_normed_sm90, gemv_dense_latency};
 use crate::cuda::abi::IN_ORDER;
 use crate::cuda::{
     Address, Arranged, Grid, Launcher, Narrow, Scratch, dequantize, narrow, product_dtype,
@@ -158,13 +158,8 @@ fn faster_than_library(case: &Case) -> Option<Arc<dyn Kernel>> {
     {
         return Some(kernel);
     }
-    if within(DENSE_NORMED_SM90, gemm_dense_normed_sm90::MAX_K)
-        && let Ok(kernel) = gemm_dense_normed_sm90::plan(case)
-    {
-        return Some(kernel);
-    }
-    match within(DENSE_SM90, usize::MAX) {
-        true => gemm_dense_sm90::plan(case).ok(),
+    match within(DENSE_NORMED_SM90, gemm_dense_normed_sm90::MAX_K) {
+        true => gemm_dense_normed_sm90::plan(case).ok(),
         false => None,
     }
 }
