@@ -1,7 +1,7 @@
 //! CUDA graphs: a chain of launches recorded once and replayed as a whole.
 
 use super::gpu::Gpu;
-use super::launch::Launcher;
+use super::launch::{Launcher, Preceding};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result, sys};
 use candle_core::{CudaDevice, Error, Result, bail};
 use std::time::Duration;
@@ -90,7 +90,7 @@ impl Graph {
             gpu,
             stream: stream.0,
             dependent: true,
-            one_cta_per_sm: false,
+            preceding: Preceding::Any,
             recorded: true,
             bytes: 0,
         };

@@ -59,6 +59,26 @@ impl Grid {
     }
 }
 
+/// The kernel in front of a launch in a dependent chain. Its blocks still hold SMs when those of the launch are
+/// distributed, which go where they find room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Preceding {
+    /// Not known, or one of the same kind.
+    Any,
+    /// One of another kind.
+    Other,
+    /// Attention of a decode step. Some SMs have a block of it, others none: if those have room for two blocks of the next
+    /// kernel, they get two and the others none, and so on from kernel to kernel.
+    Attention,
+}
+
+impl Preceding {
+    /// Whether an SM is to have one block (CTA) of a kernel only.
+    pub fn is_another(self) -> bool {
+        self != Self::Any
+    }
+}
+
 /// Where kernels go: a GPU, a stream of it, and whether each launch may begin before the one in
 /// front of it is complete.
 #[derive(Clone, Copy, Debug)]
@@ -68,10 +88,8 @@ pub(crate) struct Launcher {
     /// Programmatic dependent launch; only where every kernel of the chain waits as
     /// `kernels/common/base.cuh` asks, and none writes what a later one reads before it waits.
     pub dependent: bool,
-    /// Whether an SM is to have one block (CTA) of a kernel only: where kernels of other kinds are launched around.
-    /// The blocks of attention leave SMs one by one, and those of the next kernel go where they find room: if that
-    /// is room for two, some SMs have two and others none, and so on from kernel to kernel.
-    pub one_cta_per_sm: bool,
+    /// The kernel in front.
+    pub preceding: Preceding,
     /// Whether kernels are chosen for a CUDA graph, in which a launch costs the host nothing. Also set for the same kernels
     /// outside of one, so that both give the same bits.
     pub recorded: bool,
@@ -92,7 +110,7 @@ impl Launcher {
             gpu,
             stream: device.cuda_stream().cu_stream(),
             dependent: false,
-            one_cta_per_sm: false,
+            preceding: Preceding::Any,
             recorded: false,
             bytes: 0,
         })
@@ -103,12 +121,9 @@ impl Launcher {
         Self { bytes, ..self }
     }
 
-    /// The same launcher for a launch among kernels of other kinds.
-    pub fn with_one_cta_per_sm(self) -> Self {
-        Self {
-            one_cta_per_sm: true,
-            ..self
-        }
+    /// The same launcher for a launch behind such a kernel.
+    pub fn behind(self, preceding: Preceding) -> Self {
+        Self { preceding, ..self }
     }
 
     /// The same launcher for a launch whose kernel waits for the preceding one, of which it may read nothing before: it

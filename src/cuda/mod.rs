@@ -39,7 +39,7 @@ pub(crate) use graph::Graph;
 pub use graph::count_launches;
 pub use launch::launches;
 pub(crate) use launch::moved;
-pub(crate) use launch::{Grid, Launcher};
+pub(crate) use launch::{Grid, Launcher, Preceding};
 pub(crate) use memory::{
     Address, address, address_of, alloc, copy_slots, cuda_storage, stack_rows,
 };

@@ -9,7 +9,7 @@ use super::chain::{Keys, StepIo, StepOp};
 use super::refusal::{Refusal, unfused};
 use super::writer::PlanBuilder;
 use crate::cuda::profile::Event;
-use crate::cuda::{Address, Graph, Launcher, Scratch, moved};
+use crate::cuda::{Address, Graph, Launcher, Preceding, Scratch, moved};
 use crate::models::decoder::{Decoder, Rotaries};
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
 use crate::ops::flash_decoding::cuda::StepShape;
@@ -179,7 +179,7 @@ impl Plan {
                 StepOp::Linear(product) => {
                     let mut scratch = self.scratch.borrow_mut();
                     scratch.reset();
-                    product.run(&launcher.with_one_cta_per_sm(), &mut scratch)
+                    product.run(&launcher.behind(Preceding::Other), &mut scratch)
                 }
                 StepOp::Attention(attention) => attention.run(launcher),
                 StepOp::Sample(step) => sample::launch(launcher, self.sequences, *step),

@@ -5,7 +5,7 @@
 use super::chain::{PagedKeys, norm_at};
 use crate::cpu::attention::Sizes;
 use crate::cuda::profile;
-use crate::cuda::{Address, Launcher, Scratch, address, address_of, alloc};
+use crate::cuda::{Address, Launcher, Preceding, Scratch, address, address_of, alloc};
 use crate::models::decoder::{Block, Decoder, Rotaries};
 use crate::nn::{Norm, Projection, RotaryEmbedding};
 use crate::ops::embedding::cuda::{self as embedding, Lookup};
@@ -88,7 +88,7 @@ pub(super) fn launcher(device: &CudaDevice) -> Result<Launcher> {
     Ok(Launcher {
         // An event between two launches would keep them apart anyway.
         dependent: !profile::is_capturing(),
-        one_cta_per_sm: true,
+        preceding: Preceding::Other,
         ..Launcher::new(device)?
     })
 }

@@ -7,7 +7,7 @@
 //! can see them. The first prompt of a bucket is filled up too, so that a prompt gives the same bits whenever it is read.
 
 use super::prefill::{Model, OP, Pass, launcher, lookup};
-use crate::cuda::{Address, Graph, Launcher, Scratch, profile};
+use crate::cuda::{Address, Graph, Launcher, Preceding, Scratch, profile};
 use crate::models::decoder::{Block, Decoder};
 use crate::nn::Projection;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
@@ -179,10 +179,7 @@ impl PromptGraphs {
         let memory = self.memory(device, [stream, scratch])?;
         let mut x = 0;
         let graph = Graph::capture(launcher(device)?.gpu, |launcher| {
-            let launcher = Launcher {
-                one_cta_per_sm: true,
-                ..*launcher
-            };
+            let launcher = launcher.behind(Preceding::Other);
             memory.stream.reset();
             memory.scratch.reset();
             let (stream, scratch) = (&mut memory.stream, &mut memory.scratch);

@@ -3,7 +3,7 @@
 use super::chain::{Keys, StepIo, StepOp, norm_at};
 use super::pages::padded;
 use super::refusal::{Refusal, unfused};
-use crate::cuda::{Address, Launcher, address, address_of, alloc};
+use crate::cuda::{Address, Launcher, Preceding, address, address_of, alloc};
 use crate::models::decoder::Block;
 use crate::nn::{Norm, Projection, RotaryEmbedding};
 use crate::ops::embedding::cuda::Lookup;
@@ -61,6 +61,7 @@ struct ProductOptions<'a> {
     residual: Address,
     out: Address,
     out_dtype: DType,
+    preceding: Preceding,
 }
 
 impl<'a> ProductOptions<'a> {
@@ -72,6 +73,7 @@ impl<'a> ProductOptions<'a> {
             residual: 0,
             out,
             out_dtype,
+            preceding: Preceding::Other,
         }
     }
 }
@@ -142,13 +144,13 @@ impl<'a> PlanBuilder<'a> {
             activation: block.mlp.activation(),
             ..ProductOptions::after_norm(&block.mlp_norm, hidden, self.dtype)
         };
+        let last = ProductOptions {
+            preceding: Preceding::Attention,
+            ..self.residual_options(block.attention.sub_norm())
+        };
         let products = Products {
             first: self.product(qkv, self.x, first)?,
-            output: self.product(
-                output,
-                attended,
-                self.residual_options(block.attention.sub_norm()),
-            )?,
+            output: self.product(output, attended, last)?,
             inside: self.product(up, self.x, inside)?,
             inside_name: match block.mlp.activation().gate() {
                 Some(_) => "gate_up",
@@ -206,7 +208,7 @@ impl<'a> PlanBuilder<'a> {
                     fetch: Some(step.earlier()),
                     ..operands.clone()
                 };
-                Product::of(&self.launcher.with_one_cta_per_sm(), operands)?
+                Product::of(&self.launcher.behind(Preceding::Other), operands)?
             }
             None => products.first,
         };
@@ -239,7 +241,7 @@ impl<'a> PlanBuilder<'a> {
         let mut pair = pipelined::pair(output, down)?;
         // The second bias is added as a residual is: there is one row.
         pair.at.residuals[1] = down.at.bias;
-        let pair = Product::of(&self.launcher.with_one_cta_per_sm(), pair).ok()?;
+        let pair = Product::of(&self.launcher.behind(Preceding::Other), pair).ok()?;
         Some((both, pair))
     }
 
@@ -251,6 +253,7 @@ impl<'a> PlanBuilder<'a> {
             residual: self.x,
             out: self.x,
             out_dtype: self.dtype,
+            preceding: Preceding::Other,
         }
     }
 
@@ -287,7 +290,7 @@ impl<'a> PlanBuilder<'a> {
             x_bits: linear.fusion().activations,
             out_dtype: options.out_dtype,
         };
-        let product = Product::new(&self.launcher.with_one_cta_per_sm(), weights, &at);
+        let product = Product::new(&self.launcher.behind(options.preceding), weights, &at);
         product.map_err(|e| Refusal::Unfused(e.to_string()))
     }
 

@@ -10,9 +10,10 @@ use crate::ops::{
     Activation, ActivationBits, Epilogue, PageLayout, PagePool, Prologue, RopeStyle, Weight,
 };
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
-use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
+use rand_distr::Normal;
 
 /// A layer's tensors: projection, caches, tables, positions.
 #[derive(Clone)]
@@ -27,6 +28,13 @@ pub(super) struct Layer {
 
 pub(super) const SLOTS: usize = 2048;
 
+/// Normally distributed values, by whose seed rounding errors are the same in every run.
+pub(super) fn normal(rng: &mut StdRng, shape: &[usize], scale: f32) -> Result<Tensor> {
+    let distribution = Normal::new(0., scale).expect("a scale");
+    let values = rng.sample_iter(distribution).take(shape.iter().product());
+    Tensor::from_vec(values.collect(), shape, &Device::Cpu)
+}
+
 impl Layer {
     fn new(device: &Device, dim: usize, dtype: DType, cache: DType) -> Result<Self> {
         Self::at(device, dim, [dtype, cache], &[31, 1700])
@@ -35,11 +43,9 @@ impl Layer {
     /// Of sequences whose next tokens are at these positions.
     pub fn at(device: &Device, dim: usize, [dtype, cache]: [DType; 2], at: &[u32]) -> Result<Self> {
         let sequences = at.len();
-        let randn = |shape: &[usize], dtype| {
-            Tensor::randn(0f32, 1., shape, &Device::Cpu)?
-                .to_dtype(dtype)?
-                .to_device(device)
-        };
+        let rng = &mut StdRng::seed_from_u64(1);
+        let mut randn =
+            |shape: &[usize], dtype| normal(rng, shape, 1.)?.to_dtype(dtype)?.to_device(device);
         let angles = randn(&[SLOTS, dim / 2], DType::F32)?;
         Ok(Self {
             qkv: randn(&[sequences, 15 * dim], dtype)?,

@@ -2,7 +2,7 @@
 
 use super::dispatch::select;
 use super::problem::Operands;
-use super::tests::{Layer, Prepared, SLOTS, difference, in_pages};
+use super::tests::{Layer, Prepared, SLOTS, difference, in_pages, normal};
 use super::{Companion, with_qkv};
 use crate::cuda::{Graph, Launcher, address_of};
 use crate::ops::flash_decoding;
@@ -10,6 +10,8 @@ use crate::ops::linear;
 use crate::ops::linear::cuda::{self as products, NormAt, NormKind, ProductAt};
 use crate::ops::{Activation, ActivationBits, Epilogue, Prologue, Weight};
 use candle_core::{DType, Device, Result, Tensor};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
 
 const HEADS: [usize; 3] = [9 * 64, 3 * 64, 3 * 64];
 const EPS: f32 = 1e-5;
@@ -25,20 +27,21 @@ struct Qkv {
 impl Qkv {
     /// With a matrix for each of q, k and v, or with one for all.
     fn new(device: &Device, dtype: DType, k: usize, joint: bool, whole: bool) -> Result<Self> {
-        let randn = |shape: &[usize], scale: f32| {
-            Tensor::randn(0f32, scale, shape, &Device::Cpu)?
-                .to_dtype(dtype)?
-                .to_device(device)
+        let rng = &mut StdRng::seed_from_u64(2);
+        let mut randn = |shape: &[usize], scale: f32| {
+            let values = normal(rng, shape, scale)?;
+            values.to_dtype(dtype)?.to_device(device)
         };
         let rows = match joint {
             true => vec![HEADS.iter().sum()],
             false => HEADS.to_vec(),
         };
         let weights = rows.into_iter().map(|rows| randn(&[rows, k], 0.05));
+        let weights = weights.collect::<Result<_>>()?;
         Ok(Self {
             x: randn(&[1, k], 1.)?,
             norm: whole.then(|| randn(&[k], 1.)).transpose()?,
-            weights: weights.collect::<Result<_>>()?,
+            weights,
             bias: whole
                 .then(|| randn(&[HEADS.iter().sum()], 0.5))
                 .transpose()?,

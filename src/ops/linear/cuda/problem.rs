@@ -2,7 +2,7 @@
 
 use crate::cuda::abi;
 pub(crate) use crate::cuda::abi::{Fetch, MAX_WEIGHTS as MAX_MATRICES};
-use crate::cuda::{Address, BlockMatrix, GpuSpec, Launcher, address_of};
+use crate::cuda::{Address, BlockMatrix, GpuSpec, Launcher, Preceding, address_of};
 use crate::ops::linear::{Activation, ActivationBits, Weight};
 use crate::quant::{Format, Scaling, Scheme};
 use candle_core::{DType, Result, bail};
@@ -267,7 +267,7 @@ impl Operands {
             activation: at.activation,
             bias: at.bias != 0,
             residuals: at.residuals.iter().filter(|r| **r != 0).count(),
-            one_cta_per_sm: launcher.one_cta_per_sm,
+            preceding: launcher.preceding,
             recorded: launcher.recorded,
             alignment: Alignment {
                 x: aligned(&[at.x]),
@@ -321,8 +321,8 @@ pub(crate) struct Case {
     pub activation: Activation,
     pub bias: bool,
     pub residuals: usize,
-    /// Whether it is launched in a chain with kernels of other kinds, see [`Launcher::one_cta_per_sm`].
-    pub one_cta_per_sm: bool,
+    /// The kernel in front, see [`Launcher::preceding`].
+    pub preceding: Preceding,
     /// Whether it is recorded, see [`Launcher::recorded`].
     pub recorded: bool,
     pub alignment: Alignment,

@@ -5,9 +5,9 @@ use super::kernels::gemm_wna16_sm90;
 use super::problem::{Alignment, Case, MAX_MATRICES, WeightFormat};
 use super::table::RULES;
 use crate::cuda::table_tests::{GPUS, architectures, assert_current, gather, gpu_named, runs};
-use crate::cuda::{GpuSpec, with_kernel};
+use crate::cuda::{GpuSpec, Preceding, with_kernel};
 use crate::ops::linear::{Activation, ActivationBits};
-use crate::quant::{BlockFormat, Format};
+use crate::quant::{BlockFormat, Format, Scheme, TernaryScale};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Error, Result};
 use std::fmt::Write as _;
@@ -105,7 +105,7 @@ fn case(
         },
         bias: false,
         residuals: 0,
-        one_cta_per_sm: false,
+        preceding: Preceding::Any,
         recorded: false,
         alignment: Alignment::ALL,
     }
@@ -316,13 +316,13 @@ fn blocks_of_a_chain_are_spread_over_the_gpu() -> Result<()> {
         ("gemm_dense_normed_sm90", 128, (3072, 576, true), true),
         ("gemm_dense_normed_sm90", 2048, (3072, 576, true), false),
     ] {
-        let plan = |one_cta_per_sm| {
+        let plan = |preceding| {
             select(&Case {
-                one_cta_per_sm,
+                preceding,
                 ..case(h100, weight, DType::BF16, m, shape)
             })
         };
-        let (apart, chained) = (plan(false)?, plan(true)?);
+        let (apart, chained) = (plan(Preceding::Any)?, plan(Preceding::Other)?);
         assert_eq!(chained.kernel, kernel);
         let grid = chained.how.grid().expect("a grid");
         assert_eq!(grid.blocks[0] <= h100.sms, spread, "{chained}");
@@ -334,6 +334,31 @@ fn blocks_of_a_chain_are_spread_over_the_gpu() -> Result<()> {
             "{chained}"
         );
     }
+    Ok(())
+}
+
+/// Behind attention, no SM has room for two blocks of ternary weights, but one of the next product fits beside each.
+#[test]
+fn blocks_behind_attention_are_spread_over_the_gpu() -> Result<()> {
+    let h100 = gpu_named("H100");
+    let weight = WeightFormat::Quantized(Format::Scheme(Scheme::Ternary {
+        scale: TernaryScale::Tensor,
+    }));
+    let shared = |preceding, shape| {
+        let plan = select(&Case {
+            preceding,
+            ..case(h100, weight, DType::BF16, 1, shape)
+        })?;
+        assert_eq!(plan.kernel, "gemv_ternary_latency");
+        Ok::<_, Error>(plan.how.grid().expect("a grid").shared as usize)
+    };
+    // BitNet-2B-4T: the output projection, gate and up.
+    let [output, next] = [(2560, 2560, false), (13824, 2560, true)];
+    assert!(2 * shared(Preceding::Other, output)? <= h100.share(2));
+    let output = shared(Preceding::Attention, output)?;
+    assert_eq!(output, h100.share(2));
+    let next = shared(Preceding::Other, next)?;
+    assert!(output + next <= h100.shared as usize - 2048);
     Ok(())
 }
 

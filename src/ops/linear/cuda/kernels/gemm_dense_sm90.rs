@@ -82,12 +82,12 @@ pub(super) fn check_halves(case: &Case, channels: usize) -> std::result::Result<
 }
 
 /// Shared memory of a block that needs `shared` bytes: with its static part more than half of an SM's, if there is an SM for
-/// each block, so that no two blocks share one while another SM has none (see [`Case::one_cta_per_sm`]). A step of 32
+/// each block, so that no two blocks share one while another SM has none (see `Preceding`). A step of 32
 /// sequences of Qwen3-0.6B took 1.44 ms on an H200 when blocks of its down product shared SMs, and 1.31 when they did
 /// not. That product has 16 clusters of eight blocks, of which the GPU then takes 15 at once, so that alone it became
 /// slower: 9.3 us instead of 6.0.
 pub(super) fn spread_out(case: &Case, blocks: usize, shared: usize) -> usize {
-    match case.one_cta_per_sm && blocks <= case.gpu.sms as usize {
+    match case.preceding.is_another() && blocks <= case.gpu.sms as usize {
         true => shared.max(case.gpu.share(2)),
         false => shared,
     }

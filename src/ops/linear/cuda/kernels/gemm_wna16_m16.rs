@@ -127,7 +127,7 @@ pub(crate) fn plan(case: &Case) -> Planned {
     let many = room && n_tiles > most.saturating_mul(once);
     let clusters = (once * if many { 2 } else { 1 }).min(n_tiles);
     // More than half of an SM's, with what is static, where two blocks of it are not to meet.
-    let shared = match case.one_cta_per_sm && !many {
+    let shared = match case.preceding.is_another() && !many {
         true => shared.max(gpu.share(2)),
         false => shared,
     };

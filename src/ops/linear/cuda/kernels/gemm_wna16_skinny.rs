@@ -215,7 +215,7 @@ fn gemm(case: &Case) -> Result<Gemm, &'static str> {
         .div_ceil(channels)
         .min(clusters(gpu, cluster_size));
     let mut shared = room.fixed + room.stages * format.stage_bytes();
-    if case.one_cta_per_sm {
+    if case.preceding.is_another() {
         shared = shared.max(gpu.share(2));
     }
     let blocks = (clusters * cluster_size) as u32;
@@ -269,7 +269,7 @@ impl Room {
         let most = STAGES.min(GEMV_SM90_MAX_STAGES);
         // Half of a multiprocessor's shared memory, if that does: the next kernel begins beside this one.
         let half = stages_in(gpu.share(2) - FIXED_SHARED);
-        let stages = match half >= HALF_STAGES && !case.one_cta_per_sm {
+        let stages = match half >= HALF_STAGES && !case.preceding.is_another() {
             true => half.min(most),
             false => stages_in(gpu.shared as usize - FIXED_SHARED).min(most),
         };
