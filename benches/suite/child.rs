@@ -14,7 +14,8 @@ use common::compare::launches;
 use common::measure::Runner;
 use common::report::peak_memory;
 use common::source::{self, Located, SourceOptions};
-use common::{fused, gpu, shapes, stock, weights};
+use common::weights::{self, Weights};
+use common::{fused, gpu, shapes, stock};
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child as Process, ChildStdin, ChildStdout, Command, Stdio};
@@ -26,7 +27,7 @@ pub struct Job {
     /// The name of a shape, or of a model's file, folder or repository.
     pub model: String,
     /// A dtype, a format that the layers are quantized to (with `+head`: the head too; with `@f32`: that dtype of
-    /// activations), or `stored`.
+    /// activations), or `stored` (likewise).
     pub format: String,
     pub form: Form,
     pub cpu: bool,
@@ -213,6 +214,10 @@ pub fn load(job: &Job, device: &Device) -> Result<Box<dyn common::generate::Text
     let located = located(&job.model)?;
     let weights = weights::open(&located.files)?;
     let (format, asked) = activations_dtype(&job.format)?;
+    let (weights, asked) = match (&weights, format) {
+        (Weights::Gguf { .. }, "stored") => (weights.with_compute_dtype(asked)?, None),
+        _ => (weights, asked),
+    };
     let dtype = format.parse::<DType>().ok();
     let recipe = match (dtype, format) {
         (Some(_), _) | (None, "stored") => None,

@@ -54,6 +54,10 @@ pub fn run(defaults: &Defaults) -> Result<()> {
         args.model.kv_cache == KvCacheType::Auto || !(args.stock || args.compare),
         "--kv-cache is for the fused model alone; leave --stock and --compare away"
     );
+    ensure!(
+        args.model.compute_dtype.is_none() || !(args.stock || args.compare),
+        "--compute-dtype is for the fused model alone; leave --stock and --compare away"
+    );
     let json = args
         .json
         .as_deref()
@@ -77,7 +81,7 @@ pub fn run(defaults: &Defaults) -> Result<()> {
     let device = args.model.device()?;
 
     let begun = Instant::now();
-    let weights = weights::open(&located.files)?;
+    let weights = weights::open(&located.files)?.with_compute_dtype(args.model.compute_dtype)?;
     if args.compare {
         let prompt = prompt(&args, defaults, &weights.text()?)?;
         return compare(&args, &located, &device, &prompt, json);

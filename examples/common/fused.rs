@@ -51,6 +51,7 @@ pub fn load(
             path,
             content,
             reader,
+            compute_dtype,
             map,
             ..
         } if dtype.is_none() && recipe.is_none() => {
@@ -61,7 +62,7 @@ pub fn load(
             let bytes = Bytes::of_gguf(&content);
             let reader = Watched::new(reader, "loading weights", bytes.all());
             let place = place(Some(Arc::new(bytes)));
-            let file = (content, reader, map);
+            let file = (content, reader, map, compute_dtype);
             match architecture {
                 Architecture::Llama | Architecture::Mistral => {
                     blocks::<llama::Config>(file, place, fusion)
@@ -92,13 +93,16 @@ pub fn load(
 }
 
 fn blocks<C: models::Architecture + 'static>(
-    (content, mut reader, map): (Content, impl Read + Seek, Option<SharedBytes>),
+    (content, mut reader, map, dtype): (Content, impl Read + Seek, Option<SharedBytes>, DType),
     place: Place,
     fusion: Fusion,
 ) -> Result<Box<dyn TextModel>> {
     let model = match map {
         Some(map) => GgufModel::<C>::from_gguf_in_place(content, map, fusion)?,
-        None => GgufModel::from_gguf_fused(content, &mut reader, &place.device, fusion)?,
+        None => {
+            let (reader, device) = (&mut reader, &place.device);
+            GgufModel::from_gguf_with_dtype(content, reader, device, dtype, fusion)?
+        }
     };
     Ok(Box::new(Placed { model, place }))
 }

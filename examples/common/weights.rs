@@ -34,6 +34,8 @@ pub enum Weights {
         content: Content,
         vocabulary: Arc<Content>,
         reader: BufReader<File>,
+        /// Of activations.
+        compute_dtype: DType,
         /// The file in memory, if its blocks are to stay there.
         map: Option<SharedBytes>,
         /// A tokenizer.json beside the file.
@@ -67,6 +69,7 @@ pub fn open(files: &ModelFiles) -> Result<Weights> {
                 vocabulary: Arc::new(gguf_vocab::take(&mut content)),
                 content,
                 reader: BufReader::new(opened),
+                compute_dtype: DType::F32,
                 map: mapped.then_some(map),
                 tokenizer: tokenizer.clone(),
             }
@@ -104,6 +107,18 @@ pub struct Checkpoint {
 }
 
 impl Weights {
+    /// Has activations in `asked`, if one is, beside the blocks of a GGUF file.
+    pub fn with_compute_dtype(mut self, asked: Option<DType>) -> Result<Self> {
+        match (&mut self, asked) {
+            (Self::Gguf { compute_dtype, .. }, Some(asked)) => *compute_dtype = asked,
+            (_, Some(_)) => {
+                bail!("--compute-dtype is for GGUF files; here --dtype says what to compute in")
+            }
+            (_, None) => (),
+        }
+        Ok(self)
+    }
+
     /// The tokenizer and chat template.
     pub fn text(&self) -> Result<Text> {
         self.making_text()()

@@ -1,7 +1,8 @@
-// The rows of a table that token ids name: of GGUF blocks (formats/gguf.cuh) as f32, or of f32, f16 or
-// bf16 as they are. An id past the table gives a row of NaN: a step inside a CUDA graph has no other
+// The rows of a table that token ids name: of GGUF blocks (formats/gguf.cuh) as f32, f16 or bf16, or of these dtypes as
+// they are. An id past the table gives a row of NaN: a step inside a CUDA graph has no other
 // way to report it.
 #include "abi/pointwise.cuh"
+#include "common/dtype.cuh"
 #include "formats/gguf.cuh"
 
 using namespace fused;
@@ -18,16 +19,19 @@ extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
   if (block >= p.columns) return;
   for (uint32_t i = blockIdx.y; i < p.count; i += gridDim.y) {
     const uint32_t id = p.ids[i];
-    float4* out = static_cast<float4*>(p.out) + (uint64_t(i) * p.columns + block) * 8;
+    const uint64_t first = (uint64_t(i) * p.columns + block) * BLOCK;
     if (id >= p.rows) {
       const float nan = __uint_as_float(NOT_A_NUMBER);
-      for (int half = 0; half < 2; ++half) out[4 * half + thread % 4] = make_float4(nan, nan, nan, nan);
+      for (int half = 0; half < 2; ++half)
+        write4(p.out, p.dtype, first + 16 * half + thread % 4 * 4, make_float4(nan, nan, nan, nan));
       continue;
     }
     with_format(p.format, [&](auto format) {
       using F = decltype(format);
       const uint32_t groups = groups_of(p.columns * BLOCK);
-      F::quarter(F::row(p.table, id, groups), groups, block, thread % 4, [&](int at, float4 v) { out[at / 4] = v; });
+      F::quarter(F::row(p.table, id, groups), groups, block, thread % 4, [&](int at, float4 v) {
+        write4(p.out, p.dtype, first + at, v);
+      });
     });
   }
 }

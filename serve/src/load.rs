@@ -41,7 +41,7 @@ fn find(args: &Args) -> Result<Found> {
         false => located,
     };
     Ok(Found {
-        weights: weights::open(&located.files)?,
+        weights: weights::open(&located.files)?.with_compute_dtype(args.model.compute_dtype)?,
         name: located.name,
         origin: located.origin,
     })

@@ -408,11 +408,7 @@ fn looked_up(weight: &Weight, dtype: DType) -> Result<Embedding> {
     match weight {
         Weight::Packed(table) => Embedding::from_packed(table.clone(), dtype),
         #[cfg(feature = "cuda")]
-        Weight::Blocks(table) if dtype == DType::F32 => Embedding::from_blocks(table.clone()),
-        #[cfg(feature = "cuda")]
-        Weight::Blocks(_) => {
-            bail!("embedding: {dtype:?} rows of a quantized table, expected f32 on a GPU")
-        }
+        Weight::Blocks(table) => Embedding::from_blocks(table.clone(), dtype),
         Weight::Dense(table) => Ok(Embedding::from_table(table.clone())),
     }
 }

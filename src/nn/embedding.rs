@@ -7,6 +7,8 @@ use crate::cuda::BlockMatrix;
 use crate::ops::embedding::{Table, embedding};
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 use crate::ops::linear::cuda::choose_early;
+#[cfg(feature = "cuda")]
+use crate::ops::view::float;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -37,7 +39,7 @@ enum Rows {
     Packed(Arc<PackedMatrix>, DType),
     /// The same on a GPU.
     #[cfg(feature = "cuda")]
-    Blocks(Arc<BlockMatrix>),
+    Blocks(Arc<BlockMatrix>, DType),
 }
 
 /// A model whose rows have this dtype is being loaded to the device.
@@ -93,30 +95,32 @@ impl Embedding {
         })
     }
 
-    /// From a quantized table on a GPU, whose rows come in f32.
+    /// From a quantized table on a GPU. Rows are turned into `dtype` when they are looked up.
     ///
     /// # Errors
-    /// If candle has no memory for an empty tensor.
+    /// If `dtype` is not f32, f16 or bf16.
     ///
     /// ```no_run
-    /// use candle_core::{Device, Tensor};
+    /// use candle_core::{DType, Device, Tensor};
     /// use candle_fused::cuda::BlockMatrix;
     /// use candle_fused::nn::Embedding;
     /// use candle_fused::quant::{Scheme, quantize};
     /// use std::sync::Arc;
     /// let device = Device::new_cuda(0)?;
     /// let codes = quantize(&[0.5; 4 * 32], 4, 32, Scheme::Int8)?;
-    /// let embedding = Embedding::from_blocks(Arc::new(BlockMatrix::from_codes(&codes, &device)?))?;
+    /// let table = Arc::new(BlockMatrix::from_codes(&codes, &device)?);
+    /// let embedding = Embedding::from_blocks(table, DType::BF16)?;
     /// let row = embedding.forward(&Tensor::new(&[3u32], &device)?)?;
     /// assert_eq!(row.dims(), [1, 32]);
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     #[cfg(feature = "cuda")]
-    pub fn from_blocks(table: Arc<BlockMatrix>) -> Result<Self> {
-        on_gpu(table.device(), DType::F32);
+    pub fn from_blocks(table: Arc<BlockMatrix>, dtype: DType) -> Result<Self> {
+        float("embedding", "dtype", dtype)?;
+        on_gpu(table.device(), dtype);
         Ok(Self {
-            values: Tensor::zeros((0, table.cols()), DType::F32, &Device::Cpu)?,
-            rows: Rows::Blocks(table),
+            values: Tensor::zeros((0, table.cols()), dtype, &Device::Cpu)?,
+            rows: Rows::Blocks(table, dtype),
         })
     }
 
@@ -142,7 +146,7 @@ impl Embedding {
             Rows::Dense => self.values.dims().first().copied().unwrap_or(0),
             Rows::Packed(table, _) => table.rows(),
             #[cfg(feature = "cuda")]
-            Rows::Blocks(table) => table.rows(),
+            Rows::Blocks(table, _) => table.rows(),
         }
     }
 
@@ -151,7 +155,7 @@ impl Embedding {
     pub(crate) fn table(&self) -> Option<Table<'_>> {
         match &self.rows {
             Rows::Dense if self.values.device().is_cuda() => Some(Table::Dense(&self.values)),
-            Rows::Blocks(table) => Some(Table::Blocks(table)),
+            Rows::Blocks(table, dtype) => Some(Table::Blocks(table, *dtype)),
             _ => None,
         }
     }
@@ -209,7 +213,7 @@ impl Embedding {
                 Tensor::from_vec(rows, shape, ids.device())?.to_dtype(*dtype)
             }
             #[cfg(feature = "cuda")]
-            Rows::Blocks(_) => bail!("input_ids: expected a table on the device of the ids"),
+            Rows::Blocks(..) => bail!("input_ids: expected a table on the device of the ids"),
         }
     }
 }

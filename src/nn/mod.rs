@@ -75,7 +75,7 @@ pub use mlp::Mlp;
 pub use norm::{LayerNorm, Norm, RmsNorm};
 pub use order::InputOrder;
 pub(crate) use paged::{PagedRun, PagedTokens};
-pub(crate) use projection::in_f32;
+pub(crate) use projection::numbers;
 pub use projection::{LinearWeight, Projection};
 pub use rotary::RotaryEmbedding;
 

@@ -425,21 +425,23 @@ pub(crate) fn dense(w: &QTensor) -> Result<Tensor> {
         GgmlDType::F32 => Tensor::from_raw_buffer(&bytes, DType::F32, w.shape().dims(), &device),
         GgmlDType::F16 => Tensor::from_raw_buffer(&bytes, DType::F16, w.shape().dims(), &device),
         GgmlDType::BF16 => Tensor::from_raw_buffer(&bytes, DType::BF16, w.shape().dims(), &device),
-        _ => in_f32(w),
+        _ => numbers(w, DType::F32),
     }
 }
 
-/// The values of a tensor of a GGUF file as f32, on its device; on a GPU none of candle's kernels
+/// The values of a tensor of a GGUF file in `dtype`, on its device; on a GPU none of candle's kernels
 /// runs here either.
-pub(crate) fn in_f32(w: &QTensor) -> Result<Tensor> {
+pub(crate) fn numbers(w: &QTensor, dtype: DType) -> Result<Tensor> {
     let device = w.device();
-    if device.is_cpu() {
-        return w.dequantize(&device);
-    }
-    let storage = QStorage::from_data(w.data()?, &Device::Cpu, w.dtype())?;
-    QTensor::new(storage, w.shape().clone())?
-        .dequantize(&Device::Cpu)?
-        .to_device(&device)
+    let cpu = Device::Cpu;
+    let values = match device.is_cpu() {
+        true => w.dequantize(&cpu)?,
+        false => {
+            let storage = QStorage::from_data(w.data()?, &cpu, w.dtype())?;
+            QTensor::new(storage, w.shape().clone())?.dequantize(&cpu)?
+        }
+    };
+    values.to_dtype(dtype)?.to_device(&device)
 }
 
 /// Dense matrices of one dtype on one GPU as one matrix; others as they are.

@@ -47,7 +47,7 @@ impl Float for bf16 {
 }
 
 /// Fails unless the ops compute in `dtype`.
-pub(super) fn float(op: &str, argument: &str, dtype: DType) -> Result<()> {
+pub(crate) fn float(op: &str, argument: &str, dtype: DType) -> Result<()> {
     match dtype {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
         other => bail!("{op}: {argument} is {other:?}, expected f32, f16 or bf16"),

@@ -42,6 +42,7 @@ mod llama_gguf;
 mod logprobs;
 mod models;
 mod models_gguf;
+mod models_gguf_dtypes;
 mod nn;
 mod packers;
 mod paged_append;

@@ -370,16 +370,24 @@ mod gpu {
                 let cols = 3 * dtype.block_size();
                 let (tensor, values) = quantized(37, cols, dtype)?;
                 let matrix = BlockMatrix::new(dtype, 37, cols, &tensor.data()?, &device)?;
-                let table = Embedding::from_blocks(Arc::new(matrix))?;
-                let got = table.forward(&at)?;
-                assert_eq!(got.dims(), [2, 3, cols]);
-                let got = got.flatten_all()?.to_vec1::<f32>()?;
-                for (id, row) in ids.iter().zip(got.chunks_exact(cols)) {
-                    assert_eq!(row, &values[*id as usize * cols..][..cols], "{dtype:?}");
+                let matrix = Arc::new(matrix);
+                for of_rows in [DType::F32, DType::F16, DType::BF16] {
+                    let table = Embedding::from_blocks(matrix.clone(), of_rows)?;
+                    let got = table.forward(&at)?;
+                    assert_eq!((got.dims(), got.dtype()), (&[2, 3, cols][..], of_rows));
+                    let got = got.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+                    let rounded = Tensor::new(&values[..], &Device::Cpu)?.to_dtype(of_rows)?;
+                    let expected = rounded.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                    for (id, row) in ids.iter().zip(got.chunks_exact(cols)) {
+                        let expected = &expected[*id as usize * cols..][..cols];
+                        assert_eq!(row, expected, "{dtype:?} {of_rows:?}");
+                    }
+                    let past = Tensor::new(&[[37u32]], &device)?;
+                    let error = table.forward(&past).expect_err("accepted").to_string();
+                    assert!(error.contains("token 37"), "{error}");
                 }
-                let past = Tensor::new(&[[37u32]], &device)?;
-                let error = table.forward(&past).expect_err("accepted").to_string();
-                assert!(error.contains("token 37"), "{error}");
+                let error = Embedding::from_blocks(matrix, DType::U32).expect_err("accepted");
+                assert!(error.to_string().contains("dtype is U32"), "{error}");
             }
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 for cols in [40, 33] {

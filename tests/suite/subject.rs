@@ -158,44 +158,65 @@ where
     Ok(Box::new(CausalLm::new_fused(&config, weights, fusion)?))
 }
 
+/// How a GGUF file is loaded.
+#[derive(Clone, Copy)]
+enum Loaded {
+    /// On the device in hand, for activations in this dtype.
+    Read(DType),
+    /// On the CPU, with the blocks left in the file.
+    InPlace,
+}
+
 /// A model of a golden's kind from the bytes of a GGUF file, on the device in hand.
 pub fn gguf(golden: &Golden, bytes: &[u8], fusion: Fusion) -> Result<Box<dyn Subject>> {
-    of_kind(golden, bytes, fusion, false)
+    gguf_with_dtype(golden, bytes, DType::F32, fusion)
+}
+
+/// The same for activations in `dtype`.
+pub fn gguf_with_dtype(
+    golden: &Golden,
+    bytes: &[u8],
+    dtype: DType,
+    fusion: Fusion,
+) -> Result<Box<dyn Subject>> {
+    of_kind(golden, bytes, fusion, Loaded::Read(dtype))
 }
 
 /// The same on the CPU, with the blocks left in the file.
 pub fn gguf_in_place(golden: &Golden, bytes: &[u8], fusion: Fusion) -> Result<Box<dyn Subject>> {
-    of_kind(golden, bytes, fusion, true)
+    of_kind(golden, bytes, fusion, Loaded::InPlace)
 }
 
 fn of_kind(
     golden: &Golden,
     bytes: &[u8],
     fusion: Fusion,
-    in_place: bool,
+    loaded: Loaded,
 ) -> Result<Box<dyn Subject>> {
     Ok(match golden.model_type().as_str() {
-        "llama" => Box::new(open_as::<llama::Config>(bytes, fusion, in_place)?),
-        "qwen2" => Box::new(open_as::<qwen2::Config>(bytes, fusion, in_place)?),
-        "qwen3" => Box::new(open_as::<qwen3::Config>(bytes, fusion, in_place)?),
-        "gpt_neox" => Box::new(open_as::<gpt_neox::Config>(bytes, fusion, in_place)?),
-        "mistral" => Box::new(open_as::<mistral::Config>(bytes, fusion, in_place)?),
-        "phi3" => Box::new(open_as::<phi3::Config>(bytes, fusion, in_place)?),
-        "smollm3" => Box::new(open_as::<smollm3::Config>(bytes, fusion, in_place)?),
+        "llama" => Box::new(open_as::<llama::Config>(bytes, fusion, loaded)?),
+        "qwen2" => Box::new(open_as::<qwen2::Config>(bytes, fusion, loaded)?),
+        "qwen3" => Box::new(open_as::<qwen3::Config>(bytes, fusion, loaded)?),
+        "gpt_neox" => Box::new(open_as::<gpt_neox::Config>(bytes, fusion, loaded)?),
+        "mistral" => Box::new(open_as::<mistral::Config>(bytes, fusion, loaded)?),
+        "phi3" => Box::new(open_as::<phi3::Config>(bytes, fusion, loaded)?),
+        "smollm3" => Box::new(open_as::<smollm3::Config>(bytes, fusion, loaded)?),
         other => panic!("no model is called {other}"),
     })
 }
 
 /// Reads and loads a file's bytes.
 pub fn open<C: Architecture>(bytes: &[u8], fusion: Fusion) -> Result<GgufModel<C>> {
-    open_as(bytes, fusion, false)
+    open_as(bytes, fusion, Loaded::Read(DType::F32))
 }
 
-fn open_as<C: Architecture>(bytes: &[u8], fusion: Fusion, in_place: bool) -> Result<GgufModel<C>> {
+fn open_as<C: Architecture>(bytes: &[u8], fusion: Fusion, loaded: Loaded) -> Result<GgufModel<C>> {
     let mut reader = Cursor::new(bytes);
     let content = Content::read(&mut reader)?;
-    match in_place {
-        true => GgufModel::from_gguf_in_place(content, Arc::new(bytes.to_vec()), fusion),
-        false => GgufModel::from_gguf_fused(content, &mut reader, &device(), fusion),
+    match loaded {
+        Loaded::InPlace => GgufModel::from_gguf_in_place(content, Arc::new(bytes.to_vec()), fusion),
+        Loaded::Read(dtype) => {
+            GgufModel::from_gguf_with_dtype(content, &mut reader, &device(), dtype, fusion)
+        }
     }
 }

@@ -122,6 +122,8 @@ abi! {
         columns: u32,
         /// Of blocks.
         format: i32,
+        /// Of the output, for blocks.
+        dtype: i32,
     }
 
     const SAMPLE_THREADS: Count<i32> = 1024;

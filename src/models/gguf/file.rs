@@ -7,7 +7,7 @@ use crate::cpu::packed::{PackedMatrix, ROW_GROUP, SharedBytes};
 use crate::cuda::BlockMatrix;
 use crate::models::shape::Long;
 use crate::models::weights::Source;
-use crate::nn::{Embedding, LinearWeight, Projection, in_f32};
+use crate::nn::{Embedding, LinearWeight, Projection, numbers};
 use crate::ops::Weight;
 use crate::quant::{self, BlockFormat};
 use candle_core::quantized::gguf_file::Content;
@@ -23,8 +23,10 @@ pub struct File<'a, R> {
     pub device: &'a Device,
     /// The whole file, where blocks are to stay in it.
     in_place: Option<&'a SharedBytes>,
-    /// Whether matrices are packed as they are read.
-    packs: bool,
+    /// Whether products take blocks as they are.
+    multiplies_blocks: bool,
+    /// Of activations, and so of norms and of what is no block.
+    dtype: DType,
     /// What is read at a time.
     part: Vec<u8>,
 }
@@ -33,16 +35,27 @@ pub struct File<'a, R> {
 const PART: usize = 256 << 10;
 
 impl<'a, R> File<'a, R> {
-    /// For a model that computes with blocks on the CPU if `packs`.
-    pub fn new(ct: &'a Content, reader: &'a mut R, device: &'a Device, packs: bool) -> Self {
+    /// For a model with activations in f32 that computes with blocks if `multiplies_blocks`.
+    pub fn new(
+        ct: &'a Content,
+        reader: &'a mut R,
+        device: &'a Device,
+        multiplies_blocks: bool,
+    ) -> Self {
         Self {
             ct,
             reader,
             device,
             in_place: None,
-            packs: packs && device.is_cpu(),
+            multiplies_blocks,
+            dtype: DType::F32,
             part: Vec::new(),
         }
+    }
+
+    /// With activations in f32, f16 or bf16.
+    pub fn with_dtype(self, dtype: DType) -> Self {
+        Self { dtype, ..self }
     }
 
     /// With blocks that stay in `file`.
@@ -59,7 +72,10 @@ impl<R: Seek + Read> File<'_, R> {
     pub fn cache_dtype(&self, fusion: Fusion) -> DType {
         let mut infos = self.ct.tensor_infos.values();
         let blocks = infos.any(|info| quant::supports(info.ggml_dtype));
-        cache_dtype(blocks, self.device, fusion)
+        match self.dtype {
+            DType::F32 => cache_dtype(blocks, self.device, fusion),
+            dtype => dtype,
+        }
     }
 
     /// Llama 3.1 and later: the smoothing of frequencies, written out as divisors.
@@ -109,10 +125,10 @@ impl<R: Seek + Read> File<'_, R> {
         cols: usize,
     ) -> Result<Option<Arc<PackedMatrix>>> {
         let info = match self.ct.tensor_infos.get(name) {
-            Some(info) if self.packs && info.shape.dims() == [rows, cols] => info,
+            Some(info) if self.device.is_cpu() && info.shape.dims() == [rows, cols] => info,
             _ => return Ok(None),
         };
-        if !quant::supports(info.ggml_dtype) {
+        if !self.multiplies_blocks || !quant::supports(info.ggml_dtype) {
             return Ok(None);
         }
         let start = self.ct.tensor_data_offset.saturating_add(info.offset);
@@ -219,11 +235,17 @@ impl<R: Seek + Read> Source for File<'_, R> {
             return Ok(LinearWeight::Packed(Weight::Packed(weight)));
         }
         let weight = self.blocks(tensor, rows, cols)?;
-        Ok(LinearWeight::Quantized(Arc::new(weight)))
+        let stays = self.multiplies_blocks && quant::supports(weight.dtype());
+        match self.dtype {
+            DType::F32 => Ok(LinearWeight::Quantized(Arc::new(weight))),
+            _ if stays => Ok(LinearWeight::Quantized(Arc::new(weight))),
+            dtype => Ok(LinearWeight::Dense(numbers(&weight, dtype)?)),
+        }
     }
 
     fn vector(&mut self, tensor: &str, len: usize) -> Result<Tensor> {
-        self.on_cpu(tensor, len)?.to_device(self.device)
+        let vector = self.on_cpu(tensor, len)?.to_dtype(self.dtype)?;
+        vector.to_device(self.device)
     }
 
     fn table(
@@ -235,9 +257,14 @@ impl<R: Seek + Read> Source for File<'_, R> {
     ) -> Result<(Embedding, Option<Projection>)> {
         if let Some(table) = self.packed(tensor, rows, cols)? {
             let head = tied.map(|_| Projection::from_packed(vec![table.clone()], fusion));
-            return Ok((Embedding::from_packed(table, DType::F32)?, head));
+            return Ok((Embedding::from_packed(table, self.dtype)?, head));
         }
-        embedding_and_head(self.blocks(tensor, rows, cols)?, tied.is_some(), fusion)
+        embedding_and_head(
+            self.blocks(tensor, rows, cols)?,
+            self.dtype,
+            tied.is_some(),
+            fusion,
+        )
     }
 }
 
@@ -251,9 +278,10 @@ pub fn cache_dtype(blocks: bool, device: &Device, fusion: Fusion) -> DType {
     }
 }
 
-/// A table of rows, and the head that shares it if it is `tied`.
+/// A table of rows for activations in `dtype`, and the head that shares it if it is `tied`.
 pub fn embedding_and_head(
     table: QTensor,
+    dtype: DType,
     tied: bool,
     fusion: Fusion,
 ) -> Result<(Embedding, Option<Projection>)> {
@@ -262,11 +290,16 @@ pub fn embedding_and_head(
         let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
         let weight = Weight::Blocks(blocks.clone());
         let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
-        return Ok((Embedding::from_blocks(blocks)?, head));
+        return Ok((Embedding::from_blocks(blocks, dtype)?, head));
     }
-    // The residual stream is f32, whatever the table is stored in.
-    let dense = in_f32(&table)?;
-    let weight = LinearWeight::Quantized(Arc::new(table));
+    let dense = numbers(&table, dtype)?;
+    let weight = match dtype {
+        DType::F32 => LinearWeight::Quantized(Arc::new(table)),
+        _ if fusion.quant_linear && quant::supports(table.dtype()) => {
+            LinearWeight::Quantized(Arc::new(table))
+        }
+        _ => LinearWeight::Dense(dense.clone()),
+    };
     let head = tied
         .then(|| Projection::new(vec![weight], None, fusion))
         .transpose()?;

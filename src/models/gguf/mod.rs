@@ -9,8 +9,9 @@ use super::parts::Parts;
 use super::weights::Loader;
 use crate::Fusion;
 use crate::cpu::packed::SharedBytes;
+use crate::ops::view::float;
 use candle_core::quantized::gguf_file::Content;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 pub use file::{File, cache_dtype, embedding_and_head};
 pub use header::Header;
 use std::io::{Cursor, Read, Seek};
@@ -91,8 +92,45 @@ impl<C: Architecture> GgufModel<C> {
         device: &Device,
         fusion: Fusion,
     ) -> Result<Self> {
-        let packs = fusion.on(device).quant_linear;
-        Self::load(File::new(&ct, reader, device, packs), fusion)
+        Self::from_gguf_with_dtype(ct, reader, device, DType::F32, fusion)
+    }
+
+    /// Loads the weights for activations in `dtype`: f32, as [`GgufModel::from_gguf`] has them, f16 or bf16. Blocks stay
+    /// blocks, where `fusion` multiplies by them; all else, and keys and values, is of that dtype. On a GPU 16 bits are
+    /// faster for several sequences and for prompts, since tensor cores take them as they are. f16 has no room for
+    /// activations past 65,504, which some models have; bf16 rounds to 8 bits.
+    ///
+    /// ```
+    /// use candle_core::quantized::gguf_file::Content;
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_fused::Fusion;
+    /// use candle_fused::models::qwen3::ModelWeights;
+    /// use std::io::Cursor;
+    /// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
+    /// # let bytes = tiny::gguf("qwen3", false)?;
+    /// // The bytes of a GGUF file.
+    /// let mut file = Cursor::new(&bytes);
+    /// let content = Content::read(&mut file)?;
+    /// let (device, dtype) = (Device::Cpu, DType::BF16);
+    /// let mut model = ModelWeights::from_gguf_with_dtype(content, &mut file, &device, dtype, Fusion::all())?;
+    /// let logits = model.forward(&Tensor::new(&[[1u32, 2, 3]], &device)?, 0)?;
+    /// assert_eq!((logits.dims(), logits.dtype()), (&[1, 32][..], DType::F32));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`GgufModel::from_gguf`], or if `dtype` is another.
+    pub fn from_gguf_with_dtype<R: Seek + Read>(
+        ct: Content,
+        reader: &mut R,
+        device: &Device,
+        dtype: DType,
+        fusion: Fusion,
+    ) -> Result<Self> {
+        float("gguf", "dtype", dtype)?;
+        let multiplies_blocks = fusion.on(device).quant_linear;
+        let file = File::new(&ct, reader, device, multiplies_blocks);
+        Self::load(file.with_dtype(dtype), fusion)
     }
 
     /// Loads the weights on the CPU from a file in memory, usually a memory map (`memmap2::Mmap`),
@@ -153,7 +191,7 @@ impl<C: Architecture> GgufModel<C> {
         let stack = &self.decoder.stack;
         let embedded = stack.embed(x)?;
         let x = stack.forward(&embedded, index_pos, &mut self.cache)?;
-        self.decoder.last_logits(&x)
+        self.decoder.last_logits(&x)?.to_dtype(DType::F32)
     }
 
     /// Every hidden state of `x` as transformers' `output_hidden_states` counts them (the embedding,
@@ -163,8 +201,10 @@ impl<C: Architecture> GgufModel<C> {
     /// # Errors
     /// As [`GgufModel::forward`].
     pub fn hidden_states(&mut self, x: &Tensor, index_pos: usize) -> Result<(Vec<Tensor>, Tensor)> {
-        self.decoder
-            .states_and_logits(x, index_pos, &mut self.cache)
+        let (states, logits) = self
+            .decoder
+            .states_and_logits(x, index_pos, &mut self.cache)?;
+        Ok((states, logits.to_dtype(DType::F32)?))
     }
 
     /// Rows of the embedding: token ids are below this.

@@ -12,7 +12,7 @@ use crate::ops::RopeStyle;
 use crate::quant;
 use candle_core::quantized::QTensor;
 use candle_core::quantized::ggml_file::Content;
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -184,6 +184,6 @@ impl Source for Tensors {
         fusion: Fusion,
     ) -> Result<(Embedding, Option<Projection>)> {
         let table = self.take(tensor, &[rows, cols])?;
-        embedding_and_head(table, tied.is_some(), fusion)
+        embedding_and_head(table, DType::F32, tied.is_some(), fusion)
     }
 }

@@ -3,7 +3,8 @@
 use super::{OP, Table};
 use crate::cuda::abi::{BLOCK, EMBEDDING_THREADS, EmbeddingParams};
 use crate::cuda::{
-    Address, Grid, Launcher, Module, PackedAt, ValuesOf, address, address_of, alloc, fatbin, values,
+    Address, Grid, Launcher, Module, PackedAt, ValuesOf, address, address_of, alloc, dtype_index,
+    fatbin, values,
 };
 use crate::ops::view::float;
 use crate::trace;
@@ -49,16 +50,17 @@ impl Lookup {
     /// Of `count` ids at `ids`, to `out`, both of which may still be 0.
     ///
     /// # Errors
-    /// If the table is not a contiguous matrix of f32, f16 or bf16 on a GPU.
+    /// If the table is not a contiguous matrix of f32, f16 or bf16 on a GPU, or the output of none of these.
     pub fn new(table: Table<'_>, ids: Address, out: Address, count: usize) -> Result<Self> {
         let (table, rows, width, dtype, quantized) = match table {
-            Table::Blocks(t) => {
+            Table::Blocks(t, dtype) => {
+                float(OP, "dtype", dtype)?;
                 let format = t.format_index();
                 let quantized = match t.codes() {
                     None => Quantized::Blocks(format),
                     Some(codes) => Quantized::Codes(codes, format),
                 };
-                (t.address(), t.rows(), t.cols(), DType::F32, Some(quantized))
+                (t.address(), t.rows(), t.cols(), dtype, Some(quantized))
             }
             Table::Dense(t) => {
                 float(OP, "table", t.dtype())?;
@@ -146,6 +148,7 @@ pub(crate) unsafe fn launch(launcher: &Launcher, at: &Lookup) -> Result<()> {
             Some(Quantized::Blocks(format)) => format as i32,
             _ => 0,
         },
+        dtype: dtype_index(at.dtype) as i32,
     };
     let grid = Grid::new(
         [
@@ -175,7 +178,7 @@ pub(super) fn forward(
     let out = alloc(OP, device, at.dtype, count * at.width)?;
     at.out = address(&out, &Layout::contiguous(count * at.width))?;
     trace::record(OP, || match at.quantized {
-        Some(_) => "cuda blocks".to_owned(),
+        Some(_) => format!("cuda blocks {}", at.dtype.as_str()),
         None => format!("cuda {}", at.dtype.as_str()),
     });
     // SAFETY: the ids are there, and the output has room for a row for each.

@@ -4,7 +4,7 @@ pub(crate) mod cuda;
 
 use super::view::check_tensors;
 use crate::cuda::BlockMatrix;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
 const OP: &str = "embedding";
 
@@ -13,8 +13,8 @@ const OP: &str = "embedding";
 pub(crate) enum Table<'a> {
     /// `[V, H]`, f32, f16 or bf16.
     Dense(&'a Tensor),
-    /// GGUF blocks `[V, H]`, whose rows come out in f32.
-    Blocks(&'a BlockMatrix),
+    /// Quantized, `[V, H]`, whose rows come out in f32, f16 or bf16.
+    Blocks(&'a BlockMatrix, DType),
 }
 
 /// Rows `ids` (u32, any shape) of the table: the shape of the ids and the width. An id past the table
@@ -25,7 +25,7 @@ pub(crate) enum Table<'a> {
 pub(crate) fn embedding(table: Table<'_>, ids: &Tensor) -> Result<Tensor> {
     let device = match table {
         Table::Dense(t) => t.device(),
-        Table::Blocks(t) => t.device(),
+        Table::Blocks(t, _) => t.device(),
     };
     if !ids.device().same_device(device) {
         bail!(

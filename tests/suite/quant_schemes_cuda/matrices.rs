@@ -29,7 +29,7 @@ fn packed_codes_hold_the_same_values() -> Result<()> {
                 assert_eq!(half.to_vec2::<f32>()?, rounded.to_vec2::<f32>()?);
 
                 let ids = [0u32, rows as u32 - 1, 0];
-                let table = Embedding::from_blocks(Arc::new(matrix))?;
+                let table = Embedding::from_blocks(Arc::new(matrix), DType::F32)?;
                 let looked = table.forward(&Tensor::new(&ids, &device)?)?;
                 for (id, row) in ids.iter().zip(looked.to_vec2::<f32>()?) {
                     assert_eq!(row, expected[*id as usize * cols..][..cols], "{scheme:?}");
