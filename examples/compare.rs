@@ -102,6 +102,12 @@ fn run() -> Result<()> {
         args.model.kv_cache == KvCacheType::Auto,
         "--kv-cache: both sides are compared with caches as the model has them"
     );
+    ensure!(
+        args.model.compute_dtype.is_none()
+            || args.golden.is_some()
+            || args.only == Some(Only::Fused),
+        "--compute-dtype is for the fused model alone; add --only fused"
+    );
     let json = args
         .json
         .as_deref()
@@ -137,7 +143,8 @@ fn run() -> Result<()> {
             sequences: args.sequences,
             graph: !args.model.no_graph,
         };
-        let weights = weights::open(&located.files)?;
+        let weights =
+            weights::open(&located.files)?.with_compute_dtype(args.model.compute_dtype)?;
         return measurement.run(weights, (side == Only::Fused).then_some(fusion));
     }
     let comparison = Comparison {
@@ -171,7 +178,7 @@ fn prompt(args: &Args, located: &Located) -> Result<Vec<u32>> {
 /// Checks the model against the reference outputs in `file`.
 fn check(args: &Args, located: &Located, device: &Device, file: &Path) -> Result<()> {
     let golden = Golden::open(file)?;
-    let weights = weights::open(&located.files)?;
+    let weights = weights::open(&located.files)?.with_compute_dtype(args.model.compute_dtype)?;
     let dtype = match &weights {
         weights::Weights::Gguf { .. } => args.model.dtype,
         weights => Some(weights.dtype(args.model.dtype)?),

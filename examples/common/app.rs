@@ -38,26 +38,7 @@ pub struct Defaults {
 pub fn run(defaults: &Defaults) -> Result<()> {
     let args: Args = args::parse(std::env::args_os(), defaults.model)?;
     args::set_threads(args.model.threads);
-    ensure!(
-        args.json.is_none() || args.compare,
-        "--json writes what --compare finds; add --compare"
-    );
-    ensure!(
-        !args.stock || !args.model.mmap,
-        "--stock runs plain candle, which copies what it reads; leave --mmap away"
-    );
-    ensure!(
-        !args.stock || args.model.quantize.recipe().is_none(),
-        "--stock runs plain candle, which has no such formats; leave --quantize away"
-    );
-    ensure!(
-        args.model.kv_cache == KvCacheType::Auto || !(args.stock || args.compare),
-        "--kv-cache is for the fused model alone; leave --stock and --compare away"
-    );
-    ensure!(
-        args.model.compute_dtype.is_none() || !(args.stock || args.compare),
-        "--compute-dtype is for the fused model alone; leave --stock and --compare away"
-    );
+    check(&args)?;
     let json = args
         .json
         .as_deref()
@@ -117,6 +98,31 @@ pub fn run(defaults: &Defaults) -> Result<()> {
         (None, false) => session.complete(defaults.prompt)?,
     }
     report::say(format_args!("\n{}", session.table(load_time)));
+    Ok(())
+}
+
+/// Fails if flags do not go together.
+fn check(args: &Args) -> Result<()> {
+    ensure!(
+        args.json.is_none() || args.compare,
+        "--json writes what --compare finds; add --compare"
+    );
+    ensure!(
+        !args.stock || !args.model.mmap,
+        "--stock runs plain candle, which copies what it reads; leave --mmap away"
+    );
+    ensure!(
+        !args.stock || args.model.quantize.recipe().is_none(),
+        "--stock runs plain candle, which has no such formats; leave --quantize away"
+    );
+    ensure!(
+        args.model.kv_cache == KvCacheType::Auto || !(args.stock || args.compare),
+        "--kv-cache is for the fused model alone; leave --stock and --compare away"
+    );
+    ensure!(
+        args.model.compute_dtype.is_none() || !(args.stock || args.compare),
+        "--compute-dtype is for the fused model alone; leave --stock and --compare away"
+    );
     Ok(())
 }
 

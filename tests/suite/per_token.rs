@@ -58,7 +58,7 @@ fn rows_are_rounded_for_every_format_and_any_count() -> Result<()> {
             .into_iter()
             .enumerate()
         {
-            for m in [1, 2, 4, 5, 9, 33, 64, 65, 130] {
+            for m in [1, 2, 4, 5, 7, 8, 9, 33, 64, 65, 130] {
                 let k = [256, 640, 6912][(i + m) % 3];
                 let weights = [
                     weight_on(24, k, scheme.parse()?, &device())?,
@@ -93,7 +93,7 @@ fn of(x: &Tensor, weights: &[Weight]) -> Result<Vec<Vec<f64>>> {
 #[test]
 fn rows_are_rounded_behind_their_norm() -> Result<()> {
     on_every_device(|| {
-        for m in [1, 3, 17] {
+        for m in [1, 2, 3, 6, 8, 17] {
             for k in [640, 2560, 6912] {
                 let weights = [
                     weight_on(32, k, "ternary-row".parse()?, &device())?,

@@ -157,6 +157,26 @@ fn compare_takes_gguf_files_of_every_architecture() {
     }
 }
 
+/// Blocks of a GGUF file with activations in 16 bits: alone, since stock computes in f32, and of no other file.
+#[test]
+fn activations_of_a_gguf_file_have_a_dtype() {
+    let place = place("qwen2_bias");
+    let golden = Golden::open("qwen2_bias").unwrap();
+    let bytes = gguf_file::bytes(&golden, GgmlDType::Q8_0).unwrap();
+    std::fs::write(place.path().join("model.gguf"), bytes).unwrap();
+    let line = "--model model.gguf --compute-dtype bf16 --prompt-tokens 5 -n 6";
+    let out = assert_passed(place.run("compare", &format!("{line} --only fused")));
+    assert!(out.contains("steps/s"), "{out}");
+    let line_of_golden = "--model model.gguf --golden golden.safetensors --tol 0.1";
+    assert_passed(place.run("compare", &format!("{line_of_golden} --compute-dtype f16")));
+    assert_refused(place.run("compare", line), "add --only fused");
+    let line = "--model model --compute-dtype bf16 --prompt-tokens 5 --only fused";
+    assert_refused(
+        place.run("compare", line),
+        "--compute-dtype is for GGUF files",
+    );
+}
+
 #[test]
 fn one_side_can_be_measured_alone() {
     let place = place("qwen3_qknorm");

@@ -12,7 +12,7 @@ use candle_fused::trace;
 use std::sync::Arc;
 
 /// Format, dtype of x, M, N, K, and the kernel on Hopper with 132 multiprocessors.
-const CHOICES: [(&str, DType, usize, usize, usize, &str); 47] = [
+const CHOICES: [(&str, DType, usize, usize, usize, &str); 48] = [
     ("int4-g128", DType::BF16, 1, 4096, 4096, "gemv_wna16_sm90"),
     (
         "int4-g128",
@@ -164,6 +164,14 @@ const CHOICES: [(&str, DType, usize, usize, usize, &str); 47] = [
         "ternary-row",
         DType::BF16,
         1,
+        4096,
+        4096,
+        "gemv_ternary_latency",
+    ),
+    (
+        "ternary-row",
+        DType::BF16,
+        4,
         4096,
         4096,
         "gemv_ternary_latency",

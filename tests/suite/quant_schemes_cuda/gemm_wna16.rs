@@ -281,10 +281,11 @@ fn clusters_of_few_rows_share_k() -> Result<()> {
 /// `gemv_ternary_latency` with more outputs of a block than threads, and with more shares of K than warps in its longest
 /// rows; with and without a gate.
 #[test]
-fn one_row_and_all_ternary_weights_of_a_block() -> Result<()> {
+fn few_rows_and_all_ternary_weights_of_a_block() -> Result<()> {
     let subject = &SUBJECTS[4];
     for device in subject.gpus()? {
-        many_tiles(subject, [40_008, 256], &[1, 1], &device)?;
+        many_tiles(subject, [40_008, 256], &[1, 1, 4, 3], &device)?;
+        many_tiles(subject, [1_064, 4_096], &[2, 4, 3], &device)?;
         let calls = many_tiles(subject, [1_064, 8_192], &[1, 1], &device)?;
         // Of 64 K blocks, for 8 warps.
         assert!(calls.contains("split 16"), "{calls}");

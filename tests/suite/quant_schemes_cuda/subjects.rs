@@ -90,15 +90,16 @@ pub const SUBJECTS: [Subject; 6] = [
     Subject {
         kernel: "gemv_ternary_latency",
         architectures: 90..=i32::MAX,
-        rows: &[1],
-        // Once for each prologue, with other activations.
-        few: &[1, 1, 1],
+        rows: &[1, 2, 3, 4],
+        // One row once for each prologue, with other activations.
+        few: &[1, 1, 1, 2, 3, 4],
         shapes: WHOLE_EIGHTS,
         takes: |format| matches!(format, "ternary-row" | "ternary-tensor"),
         dtypes: ALL_DTYPES,
         prologues: |_| 2,
         activations: &ACTIVATIONS,
-        most: |_| 2,
+        // Four of f16, which count twice.
+        most: |_| 8,
     },
     Subject {
         kernel: "gemm_wna16_latency_sm90",

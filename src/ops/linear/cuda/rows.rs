@@ -1,6 +1,6 @@
 //! The numbers of rows of x (M) that rules of the table take, by the dtype of x.
 
-use super::kernels::{gemm_wna16_latency, gemv_dense_latency};
+use super::kernels::{gemm_wna16_latency, gemv_dense_latency, gemv_ternary_latency};
 use super::rule::Rows;
 use candle_core::DType;
 
@@ -58,6 +58,13 @@ pub(super) const DENSE_NORMED_SM90: [usize; 2] = [65, 4096];
 pub(super) const GEMV_OF_EACH: &[Rows] = &[(F32, GEMV), (F16, GEMV), (BF16, GEMV)];
 
 pub(super) const ONE_ROW: &[Rows] = &[(F32, [1, 1]), (F16, [1, 1]), (BF16, [1, 1])];
+
+/// M of the kernel that has all ternary weights in shared memory; its plan says for which products.
+pub(super) const TERNARY_LATENCY: &[Rows] = &[
+    (F32, [1, gemv_ternary_latency::MAX_M]),
+    (F16, [1, gemv_ternary_latency::MAX_M]),
+    (BF16, [1, gemv_ternary_latency::MAX_M]),
+];
 
 /// Weights of 16 bits: M up to which each block, of 8, 16 or 32 rows, has a multiprocessor of its own.
 pub(super) const LATENCY_16_BIT: &[Rows] = &[

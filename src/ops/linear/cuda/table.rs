@@ -8,8 +8,8 @@ use super::kernels::{
 };
 use super::rows::{
     BF16, BLOCKS_LATENCY, DENSE_NORMED_SM90, DENSE_SM90, F16, F32, GEMV_OF_EACH, LATENCY_16_BIT,
-    MAX, ONE_ROW, SEVERAL, W8A8, WNA16_LATENCY, WNA16_M16, WNA16_MMA, WNA16_MMA_128_ROWS,
-    WNA16_SKINNY, WNA16_SM90, WNA16_SM90_BLOCKS,
+    MAX, ONE_ROW, SEVERAL, TERNARY_LATENCY, W8A8, WNA16_LATENCY, WNA16_M16, WNA16_MMA,
+    WNA16_MMA_128_ROWS, WNA16_SKINNY, WNA16_SM90, WNA16_SM90_BLOCKS,
 };
 use super::rule::{Formats, Norms, RULE, Rule};
 use crate::cuda::abi::N_TILE_MAX_M;
@@ -221,11 +221,11 @@ pub(super) static RULES: &[Rule] = &[
         kernel: "gemv_ternary_latency",
         source: "linear/gemv_ternary_latency.cu",
         formats: Formats::TERNARY,
-        x: ONE_ROW,
+        x: TERNARY_LATENCY,
         arch: [90, NEWEST],
         norms: Norms::Rms,
         max_k: gemv_ternary_latency::MAX_K,
-        rounds_up_to: 1,
+        rounds_up_to: gemv_ternary_latency::MAX_M,
         plan: gemv_ternary_latency::plan,
         note: "all weights in shared memory, those with one scale for a row or the matrix",
         ..RULE

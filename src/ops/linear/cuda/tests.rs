@@ -266,7 +266,12 @@ fn rows_are_rounded_by_the_kernels_of_few() -> Result<()> {
                 Some("gemv_ternary_latency"),
                 Some("gemv_ternary"),
             ),
-            ("ternary-row", 3, Some("gemv_ternary"), Some("gemv_ternary")),
+            (
+                "ternary-row",
+                3,
+                Some("gemv_ternary_latency"),
+                Some("gemv_ternary"),
+            ),
             ("ternary-row", 16, None, None),
             ("int4-g128", 1, None, None),
             ("int8", 16, None, None),

@@ -30,7 +30,7 @@ fn plans_leave_room_for_static_shared_memory() -> Result<()> {
     check(&gemv_wna16_sm90::MODULE, 0..12, sm90)?;
     check(&gemv_wna16_sm90::GGUF, 0..10, sm90)?;
     let ternary = gemv_ternary_latency::FIXED_SHARED;
-    check(&gemv_ternary_latency::MODULE, 0..6, ternary)?;
+    check(&gemv_ternary_latency::MODULE, 0..12, ternary)?;
     let skinny = gemm_wna16_skinny::FIXED_SHARED;
     check(&gemm_wna16_skinny::MODULE, 0..24, skinny)?;
     check(&gemm_wna16_skinny::GGUF, 0..20, skinny)?;
