@@ -398,7 +398,10 @@ template <typename T, int PARTS, bool ROWS> struct TernaryLatency {
     }
     // The first of the outputs that this thread writes, of all rows.
     uint32_t residuals[2] = {};
-    if (threadIdx.x < rows() * outputs) load_residuals(threadIdx.x / outputs, threadIdx.x % outputs, residuals);
+    if (threadIdx.x < rows() * outputs) {
+      const uint32_t of = ROWS ? threadIdx.x / outputs : 0;
+      load_residuals(of, threadIdx.x - of * outputs, residuals);
+    }
     float factor = 0.f;
     if constexpr (ROWS) {
       stage_rows();

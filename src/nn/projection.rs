@@ -233,7 +233,8 @@ impl Projection {
             Form::Plain(weights) => weights.iter().map(|w| w.forward(x)).collect(),
             Form::Fused(weights) => {
                 let x = self.ordered(x)?;
-                let product = |w: &Weight| QMatMul::Tensor(pack::dense(w)?).forward(&x);
+                let product =
+                    |w: &Weight| QMatMul::Tensor(pack::dense(w)?.to_dtype(x.dtype())?).forward(&x);
                 weights.iter().map(product).collect()
             }
             Form::Apart(parts) => parts.iter().map(|p| p.forward_joint(x, None)).collect(),

@@ -84,7 +84,8 @@ fn blocks_are_multiplied_as_they_are() -> Result<()> {
             let (logits, calls) = trace::capture(|| model.forward(&golden.input_ids()?, 0));
             assert_eq!(logits?.dtype(), DType::F32);
             let layers = golden.outputs["hidden_states"].dim(0)? as u64 - 1;
-            assert!(calls.count("quant_linear") > 2 * layers, "{dtype:?}");
+            // Rows of the MLP's last matrix are no whole blocks, so that it is dense.
+            assert_eq!(calls.count("quant_linear"), 3 * layers + 1, "{dtype:?}");
         }
         Ok(())
     })

@@ -295,7 +295,7 @@ pub fn embedding_and_head(
     let dense = numbers(&table, dtype)?;
     let weight = match dtype {
         DType::F32 => LinearWeight::Quantized(Arc::new(table)),
-        _ if fusion.quant_linear && quant::supports(table.dtype()) => {
+        _ if fusion.on(&table.device()).quant_linear && quant::supports(table.dtype()) => {
             LinearWeight::Quantized(Arc::new(table))
         }
         _ => LinearWeight::Dense(dense.clone()),

@@ -96,7 +96,7 @@ impl<C: Architecture> GgufModel<C> {
     }
 
     /// Loads the weights for activations in `dtype`: f32, as [`GgufModel::from_gguf`] has them, f16 or bf16. Blocks stay
-    /// blocks, where `fusion` multiplies by them; all else, and keys and values, is of that dtype. On a GPU 16 bits are
+    /// blocks, where `fusion` multiplies by them; in 16 bits all else, and keys and values, is of that dtype. On a GPU 16 bits are
     /// faster for several sequences and for prompts, since tensor cores take them as they are. f16 has no room for
     /// activations past 65,504, which some models have; bf16 rounds to 8 bits.
     ///
@@ -201,10 +201,8 @@ impl<C: Architecture> GgufModel<C> {
     /// # Errors
     /// As [`GgufModel::forward`].
     pub fn hidden_states(&mut self, x: &Tensor, index_pos: usize) -> Result<(Vec<Tensor>, Tensor)> {
-        let (states, logits) = self
-            .decoder
-            .states_and_logits(x, index_pos, &mut self.cache)?;
-        Ok((states, logits.to_dtype(DType::F32)?))
+        self.decoder
+            .states_and_logits(x, index_pos, &mut self.cache)
     }
 
     /// Rows of the embedding: token ids are below this.

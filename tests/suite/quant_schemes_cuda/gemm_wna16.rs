@@ -289,6 +289,16 @@ fn few_rows_and_all_ternary_weights_of_a_block() -> Result<()> {
         let calls = many_tiles(subject, [1_064, 8_192], &[1, 1], &device)?;
         // Of 64 K blocks, for 8 warps.
         assert!(calls.contains("split 16"), "{calls}");
+        // So many values of f32 that warps do not suffice for all rows at once.
+        for (name, weights) in subject.pairs(200, 6_144, &device)? {
+            let (x, weights) = (randn_on(&[4, 6_144], DType::F32, &device)?, &weights[..1]);
+            let product = || quant_linear(&x, Prologue::None, weights, &Epilogue::default());
+            let ours = with_kernel(Some(subject.kernel), product)?;
+            let expected = reference(&x, Prologue::None, weights, &Epilogue::default())?;
+            let expected = Tensor::new(expected.concat(), &Device::Cpu)?.reshape((4, 200))?;
+            let error = error(&ours, &expected)?;
+            assert!(error < 1e-4, "{name}: {error:e}");
+        }
     }
     Ok(())
 }

@@ -91,8 +91,8 @@ pub const SUBJECTS: [Subject; 6] = [
         kernel: "gemv_ternary_latency",
         architectures: 90..=i32::MAX,
         rows: &[1, 2, 3, 4],
-        // One row once for each prologue, with other activations.
-        few: &[1, 1, 1, 2, 3, 4],
+        // Each once for each prologue, with other activations.
+        few: &[1, 1, 1, 2, 2, 3, 3, 4, 4],
         shapes: WHOLE_EIGHTS,
         takes: |format| matches!(format, "ternary-row" | "ternary-tensor"),
         dtypes: ALL_DTYPES,
