@@ -233,8 +233,8 @@ impl Projection {
             Form::Plain(weights) => weights.iter().map(|w| w.forward(x)).collect(),
             Form::Fused(weights) => {
                 let x = self.ordered(x)?;
-                let product =
-                    |w: &Weight| QMatMul::Tensor(pack::dense(w)?.to_dtype(x.dtype())?).forward(&x);
+                let dense = |w: &Weight| pack::dense(w)?.to_dtype(x.dtype());
+                let product = |w: &Weight| QMatMul::Tensor(dense(w)?).forward(&x);
                 weights.iter().map(product).collect()
             }
             Form::Apart(parts) => parts.iter().map(|p| p.forward_joint(x, None)).collect(),
@@ -434,14 +434,11 @@ pub(crate) fn dense(w: &QTensor) -> Result<Tensor> {
 /// runs here either.
 pub(crate) fn numbers(w: &QTensor, dtype: DType) -> Result<Tensor> {
     let device = w.device();
-    let cpu = Device::Cpu;
-    let values = match device.is_cpu() {
-        true => w.dequantize(&cpu)?,
-        false => {
-            let storage = QStorage::from_data(w.data()?, &cpu, w.dtype())?;
-            QTensor::new(storage, w.shape().clone())?.dequantize(&cpu)?
-        }
-    };
+    if device.is_cpu() {
+        return w.dequantize(&device)?.to_dtype(dtype);
+    }
+    let storage = QStorage::from_data(w.data()?, &Device::Cpu, w.dtype())?;
+    let values = QTensor::new(storage, w.shape().clone())?.dequantize(&Device::Cpu)?;
     values.to_dtype(dtype)?.to_device(&device)
 }
 
