@@ -4,6 +4,7 @@ use super::plain::{plain_attention, plain_rope};
 use super::{KvCache, Norm, Projection, RmsNorm, RotaryEmbedding};
 use crate::Fusion;
 use crate::fusion::fallback;
+use crate::ops::flash_attention::flash_attention_each;
 use crate::ops::view::inference_only;
 use crate::ops::{self, AttentionParams, HeadNorms, RopeAppend, Rotation};
 use crate::trace;
@@ -244,10 +245,19 @@ impl Attention {
                 caches.len()
             );
         }
-        let joint = match self.fusion.on(x.device()).rope {
+        let fusion = self.fusion.on(x.device());
+        let joint = match fusion.rope {
             true => Some(self.qkv.forward_joint(x, norm)?),
             false => None,
         };
+        if let Some(joint) = &joint
+            && fusion.flash_attention
+            && x.device().is_cpu()
+            && at.iter().all(|at| at.mask.is_none())
+        {
+            let y = self.attend_each(joint, at, caches)?;
+            return self.project_back(&y, residual);
+        }
         let each = at.iter().zip(caches).enumerate().map(|(i, (at, cache))| {
             let x = x.narrow(0, i, 1)?;
             let Some(joint) = &joint else {
@@ -261,6 +271,41 @@ impl Attention {
         });
         let y = Tensor::cat(&each.collect::<Result<Vec<_>>>()?, 0)?;
         self.project_back(&y, residual)
+    }
+
+    /// What one token of each sequence gathers from its cache, `[S, 1, heads x head_dim]`, by its row of `joint`, on the
+    /// CPU: in one pass, since most of these steps are shorter than a task's hand-over.
+    fn attend_each(
+        &self,
+        joint: &Tensor,
+        at: &[Tokens<'_>],
+        caches: &mut [&mut KvCache],
+    ) -> Result<Tensor> {
+        let AttentionConfig {
+            kv_heads, head_dim, ..
+        } = self.config;
+        let mut slots = Vec::with_capacity(at.len());
+        let mut attend = || {
+            let mut sequences = Vec::with_capacity(at.len());
+            for (i, (at, cache)) in at.iter().zip(caches.iter_mut()).enumerate() {
+                let qkv = joint.narrow(0, i, 1)?;
+                cache.take_shape((1, kv_heads, head_dim), qkv.dtype(), qkv.device())?;
+                let slot = cache.advance(at.position, 1, 1)?;
+                slots.push(slot);
+                let q = self.rotate(&qkv, at, slot, cache)?;
+                let (k, v) = cache.views()?;
+                sequences.push([q, k, v]);
+            }
+            flash_attention_each(&sequences, &self.params(None))
+        };
+        let y = attend();
+        if y.is_err() {
+            // Who knows what has been written of the new positions.
+            for (cache, slot) in caches.iter_mut().zip(slots) {
+                cache.set_len(slot);
+            }
+        }
+        y
     }
 
     /// Makes room for x's tokens in the cache, and runs `attended` with the first slot. It gives
@@ -311,18 +356,22 @@ impl Attention {
         self.gathered(&q, at, cache)
     }
 
+    fn params(&self, mask: Option<&Tensor>) -> AttentionParams {
+        AttentionParams {
+            scale: 1. / (self.config.head_dim as f32).sqrt(),
+            causal: mask.is_none(),
+            // A mask says all that is hidden.
+            window: self.config.window.filter(|_| mask.is_none()),
+            mask: mask.cloned(),
+            ..Default::default()
+        }
+    }
+
     /// What rotated queries gather from the cache.
     fn gathered(&self, q: &Tensor, at: &Tokens<'_>, cache: &KvCache) -> Result<Tensor> {
         let fusion = self.fusion.on(q.device());
         let (k, v) = cache.views()?;
-        let params = AttentionParams {
-            scale: 1. / (self.config.head_dim as f32).sqrt(),
-            causal: at.mask.is_none(),
-            // A mask says all that is hidden.
-            window: self.config.window.filter(|_| at.mask.is_none()),
-            mask: at.mask.cloned(),
-            ..Default::default()
-        };
+        let params = self.params(at.mask);
         if fusion.flash_attention {
             ops::flash_attention(q, &k, &v, &params)
         } else {

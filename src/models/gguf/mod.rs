@@ -104,10 +104,10 @@ impl<C: Architecture> GgufModel<C> {
     /// use candle_core::quantized::gguf_file::Content;
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_fused::Fusion;
-    /// use candle_fused::models::qwen3::ModelWeights;
+    /// use candle_fused::models::llama::ModelWeights;
     /// use std::io::Cursor;
     /// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/gguf.rs")); }
-    /// # let bytes = tiny::gguf("qwen3", false)?;
+    /// # let bytes = tiny::gguf("llama", false)?;
     /// // The bytes of a GGUF file.
     /// let mut file = Cursor::new(&bytes);
     /// let content = Content::read(&mut file)?;

@@ -89,6 +89,41 @@ pub(super) fn forward(op: &Attention, q: Operand, k: Operand, v: Operand) -> Res
     })
 }
 
+/// Attention of each sequence over keys and values of its own, in one pass: queries, keys and values of sequence s,
+/// `[1, H, T, D]`, are `operands[s]`. The outputs of `[S, Tq, Hq, D]` one behind the other.
+pub(super) fn forward_each(op: &Attention, operands: &[[Operand; 3]]) -> Result<CpuStorage> {
+    let name = op.name();
+    let Some([_, (first_k, _), _]) = operands.first() else {
+        bail!("{name}: there are no sequences");
+    };
+    dispatch_float!(first_k.dtype(), name, "k", T => {
+        let mut first = 0;
+        let sequences = operands.iter().map(|[q, k, v]| {
+            let ([batch, heads, queries, dim], _) = dimensions(name, q.1, "q")?;
+            let ([_, kv_heads, keys, _], _) = dimensions(name, k.1, "k")?;
+            let sizes = Sizes { batch, heads, kv_heads, queries, keys, dim };
+            let sequence = Sequences {
+                sizes,
+                q: any_view(name, q.0, q.1, "q")?,
+                k: view::<T>(name, k.0, k.1, "k")?,
+                v: view(name, v.0, v.1, "v")?,
+                first,
+            };
+            first += batch * queries * heads * dim;
+            Ok(sequence)
+        });
+        let sequences = sequences.collect::<Result<Vec<_>>>()?;
+        let alike = |s: &Sizes| [s.batch, s.heads, s.queries, s.dim];
+        let one = sequences[0];
+        if sequences.iter().any(|s| alike(&s.sizes) != alike(&one.sizes)) {
+            bail!("{name}: sequences differ in queries or heads");
+        }
+        let batch = sequences.len() * one.sizes.batch;
+        let whole = Sequences { sizes: Sizes { batch, ..one.sizes }, ..one };
+        of_each(op, &sequences, &whole, false)
+    })
+}
+
 /// The sequences of what there is, whose rows may have gaps between them, which become zeros.
 fn of_each<T: Element>(
     op: &Attention,

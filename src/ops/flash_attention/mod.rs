@@ -9,9 +9,11 @@ mod op;
 mod ragged;
 mod reference;
 
-use super::view::check_tensors;
+use super::view::{check_tensors, cpu_storage};
 use crate::cpu::simd::{self, Level};
-use candle_core::{Device, Result, Tensor, bail};
+use crate::trace;
+use candle_core::op::BackpropOp;
+use candle_core::{Device, Result, Storage, Tensor, bail};
 
 pub(crate) use attention::{Attention, joined};
 pub(crate) use check::{Form, facts};
@@ -169,6 +171,50 @@ pub fn flash_attention_at(
     q.apply_op3_no_bwd(k, v, &op)?.transpose(1, 2)
 }
 
+/// [`flash_attention`] of a token of each of several sequences on the CPU, in one pass: its queries `[1, Hq, 1, D]`, and
+/// keys and values `[1, Hkv, Tk, D]` with a length of their own. Gives `[S, 1, Hq D]`, the same bits as one by one.
+///
+/// # Errors
+/// As [`flash_attention`], if a tensor is not on the CPU, or sequences differ in dtype, queries or heads.
+pub(crate) fn flash_attention_each(
+    sequences: &[[Tensor; 3]],
+    params: &AttentionParams,
+) -> Result<Tensor> {
+    let mut ops = Vec::with_capacity(sequences.len());
+    for [q, k, v] in sequences {
+        let op = checked(simd::level(), q, k, v, params)?;
+        check_tensors(op.form.op, [("q", q), ("k", k), ("v", v)])?;
+        trace::record(op.traced(), || {
+            format!("cpu {} decode side by side", op.level.name())
+        });
+        ops.push(op);
+    }
+    let (Some(op), Some([q, ..])) = (ops.first(), sequences.first()) else {
+        bail!("flash_attention: there are no sequences");
+    };
+    let held: Vec<_> = sequences
+        .iter()
+        .map(|all| all.each_ref().map(Tensor::storage_and_layout))
+        .collect();
+    let mut operands = Vec::with_capacity(held.len());
+    for [q, k, v] in &held {
+        operands.push([
+            (cpu_storage(&q.0)?, q.1),
+            (cpu_storage(&k.0)?, k.1),
+            (cpu_storage(&v.0)?, v.1),
+        ]);
+    }
+    let storage = Storage::Cpu(cpu::forward_each(op, &operands)?);
+    let (_, heads, queries, dim) = q.dims4()?;
+    let shape = (sequences.len(), queries, heads * dim);
+    Ok(Tensor::from_storage(
+        storage,
+        shape,
+        BackpropOp::none(),
+        false,
+    ))
+}
+
 /// Fails if no kernel of the device takes heads of this size, whatever the dtypes are.
 pub(crate) fn check_head_dim(device: &Device, dim: usize) -> Result<()> {
     match device {
@@ -200,4 +246,52 @@ fn checked(
     form.check_tensors(q, k, v)?;
     let facts = [facts(q), facts(k), facts(v)];
     Attention::new(form, params, facts, q.device(), level)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{AttentionParams, flash_attention, flash_attention_each};
+    use candle_core::{DType, Device, Result, Tensor};
+
+    /// Sequences of their own lengths, of which some have keys for several tasks, give the bits that each gives by itself.
+    #[test]
+    fn sequences_side_by_side_give_what_each_gives() -> Result<()> {
+        let randn = |heads: usize, tokens: usize, dtype| {
+            Tensor::randn(0f32, 1., (1, heads, tokens, 64), &Device::Cpu)?.to_dtype(dtype)
+        };
+        for (dtype, cache, window) in [
+            (DType::F32, DType::F16, None),
+            (DType::F32, DType::F32, Some(70)),
+            (DType::BF16, DType::BF16, None),
+        ] {
+            let params = AttentionParams {
+                scale: 0.125,
+                causal: true,
+                window,
+                ..Default::default()
+            };
+            let mut sequences = Vec::new();
+            for keys in [1, 130, 700, 33] {
+                let kept = || randn(3, keys, cache);
+                sequences.push([randn(9, 1, dtype)?, kept()?, kept()?]);
+            }
+            let all = flash_attention_each(&sequences, &params)?;
+            assert_eq!((all.dims(), all.dtype()), (&[4, 1, 9 * 64][..], dtype));
+            for (i, [q, k, v]) in sequences.iter().enumerate() {
+                let one = flash_attention(q, k, v, &params)?.flatten_all()?;
+                let own = all.get(i)?.flatten_all()?;
+                let bits = |t: Tensor| t.to_dtype(DType::F32)?.to_vec1::<f32>();
+                assert_eq!(bits(own)?, bits(one)?, "{dtype:?} {i}");
+            }
+        }
+        let error = flash_attention_each(&[], &AttentionParams::default());
+        assert!(error.is_err());
+        let other = [randn(9, 1, DType::F32)?, randn(3, 2, DType::F32)?];
+        let two = [randn(6, 1, DType::F32)?, randn(3, 2, DType::F32)?];
+        let of = |[q, k]: [Tensor; 2]| [q, k.clone(), k];
+        let error = flash_attention_each(&[of(other), of(two)], &AttentionParams::default());
+        let error = error.expect_err("heads differ").to_string();
+        assert!(error.contains("sequences differ"), "{error}");
+        Ok(())
+    }
 }
