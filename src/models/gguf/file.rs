@@ -124,11 +124,12 @@ impl<R: Seek + Read> File<'_, R> {
         rows: usize,
         cols: usize,
     ) -> Result<Option<Arc<PackedMatrix>>> {
+        let packs = self.multiplies_blocks && self.device.is_cpu();
         let info = match self.ct.tensor_infos.get(name) {
-            Some(info) if self.device.is_cpu() && info.shape.dims() == [rows, cols] => info,
+            Some(info) if packs && info.shape.dims() == [rows, cols] => info,
             _ => return Ok(None),
         };
-        if !self.multiplies_blocks || !quant::supports(info.ggml_dtype) {
+        if !quant::supports(info.ggml_dtype) {
             return Ok(None);
         }
         let start = self.ct.tensor_data_offset.saturating_add(info.offset);
@@ -295,9 +296,7 @@ pub fn embedding_and_head(
     let dense = numbers(&table, dtype)?;
     let weight = match dtype {
         DType::F32 => LinearWeight::Quantized(Arc::new(table)),
-        _ if fusion.on(&table.device()).quant_linear && quant::supports(table.dtype()) => {
-            LinearWeight::Quantized(Arc::new(table))
-        }
+        // Blocks that are multiplied as they are have come another way.
         _ => LinearWeight::Dense(dense.clone()),
     };
     let head = tied

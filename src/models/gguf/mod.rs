@@ -96,9 +96,9 @@ impl<C: Architecture> GgufModel<C> {
     }
 
     /// Loads the weights for activations in `dtype`: f32, as [`GgufModel::from_gguf`] has them, f16 or bf16. Blocks stay
-    /// blocks, where `fusion` multiplies by them; in 16 bits all else, and keys and values, is of that dtype. On a GPU 16 bits are
-    /// faster for several sequences and for prompts, since tensor cores take them as they are. f16 has no room for
-    /// activations past 65,504, which some models have; bf16 rounds to 8 bits.
+    /// blocks, where `fusion` multiplies by them; in 16 bits all other weights, and keys and values, are of that dtype. On
+    /// a GPU 16 bits are faster for several sequences and for prompts, since tensor cores take them as they are. f16 ends
+    /// at 65,504, which activations of some models pass; bf16 has 8 significant bits.
     ///
     /// ```
     /// use candle_core::quantized::gguf_file::Content;

@@ -45,20 +45,40 @@ fn any_view<'a>(
 /// An operand whose layout has the dimensions batch, heads, tokens, dim.
 type Operand<'a> = (&'a CpuStorage, &'a Layout);
 
-/// Attention of all sequences, `[B, Tq, Hq, D]` or `[total_q, Hq, D]`.
-pub(super) fn forward(op: &Attention, q: Operand, k: Operand, v: Operand) -> Result<CpuStorage> {
-    let ([batch, heads, queries, dim], _) = dimensions(op.name(), q.1, "q")?;
-    let ([_, kv_heads, keys, _], _) = dimensions(op.name(), k.1, "k")?;
-    let sizes = Sizes {
+fn sizes(op: &str, q: Operand, k: Operand) -> Result<Sizes> {
+    let ([batch, heads, queries, dim], _) = dimensions(op, q.1, "q")?;
+    let ([_, kv_heads, keys, _], _) = dimensions(op, k.1, "k")?;
+    Ok(Sizes {
         batch,
         heads,
         kv_heads,
         queries,
         keys,
         dim,
-    };
+    })
+}
+
+/// Queries, keys and values of these sizes, whose result begins with element `first` of the output.
+fn sequences<'a, T: WithDType>(
+    op: &str,
+    sizes: Sizes,
+    [q, k, v]: [Operand<'a>; 3],
+    first: usize,
+) -> Result<Sequences<'a, T>> {
+    Ok(Sequences {
+        sizes,
+        q: any_view(op, q.0, q.1, "q")?,
+        k: view(op, k.0, k.1, "k")?,
+        v: view(op, v.0, v.1, "v")?,
+        first,
+    })
+}
+
+/// Attention of all sequences, `[B, Tq, Hq, D]` or `[total_q, Hq, D]`.
+pub(super) fn forward(op: &Attention, q: Operand, k: Operand, v: Operand) -> Result<CpuStorage> {
+    let sizes = sizes(op.name(), q, k)?;
     let ranges = match &op.ragged {
-        Some(ragged) => Some(ragged.ranges(op.name(), queries, keys)?),
+        Some(ragged) => Some(ragged.ranges(op.name(), sizes.queries, sizes.keys)?),
         None => None,
     };
     crate::trace::record(op.traced(), || {
@@ -71,19 +91,16 @@ pub(super) fn forward(op: &Attention, q: Operand, k: Operand, v: Operand) -> Res
         format!("cpu {} {step} q {q} kv {kv}", op.level.name())
     });
     dispatch_float!(k.0.dtype(), op.name(), "k", T => {
-        let (name, q) = (op.name(), any_view(op.name(), q.0, q.1, "q")?);
-        let k = view::<T>(name, k.0, k.1, "k")?;
-        let v = view(name, v.0, v.1, "v")?;
-        let whole = Sequences { sizes, q, k, v, first: 0 };
+        let whole = sequences::<T>(op.name(), sizes, [q, k, v], 0)?;
         let Some(ranges) = ranges else {
             return of_each(op, &[whole], &whole, false);
         };
         let sequences: Vec<_> = ranges.iter().map(|range| Sequences {
             sizes: Sizes { queries: range.queries, keys: range.keys, ..sizes },
-            q: q.behind(range.first_query),
-            k: k.behind(range.first_key),
-            v: v.behind(range.first_key),
-            first: range.first_query * heads * dim,
+            q: whole.q.behind(range.first_query),
+            k: whole.k.behind(range.first_key),
+            v: whole.v.behind(range.first_key),
+            first: range.first_query * sizes.heads * sizes.dim,
         }).collect();
         of_each(op, &sequences, &whole, true)
     })
@@ -93,34 +110,25 @@ pub(super) fn forward(op: &Attention, q: Operand, k: Operand, v: Operand) -> Res
 /// `[1, H, T, D]`, are `operands[s]`. The outputs of `[S, Tq, Hq, D]` one behind the other.
 pub(super) fn forward_each(op: &Attention, operands: &[[Operand; 3]]) -> Result<CpuStorage> {
     let name = op.name();
-    let Some([_, (first_k, _), _]) = operands.first() else {
+    let Some([first_q, first_k, _]) = operands.first() else {
         bail!("{name}: there are no sequences");
     };
-    dispatch_float!(first_k.dtype(), name, "k", T => {
-        let mut first = 0;
-        let sequences = operands.iter().map(|[q, k, v]| {
-            let ([batch, heads, queries, dim], _) = dimensions(name, q.1, "q")?;
-            let ([_, kv_heads, keys, _], _) = dimensions(name, k.1, "k")?;
-            let sizes = Sizes { batch, heads, kv_heads, queries, keys, dim };
-            let sequence = Sequences {
-                sizes,
-                q: any_view(name, q.0, q.1, "q")?,
-                k: view::<T>(name, k.0, k.1, "k")?,
-                v: view(name, v.0, v.1, "v")?,
-                first,
-            };
-            first += batch * queries * heads * dim;
-            Ok(sequence)
+    let one = sizes(name, *first_q, *first_k)?;
+    let alike = |s: &Sizes| [s.batch, s.heads, s.queries, s.dim];
+    let values: usize = alike(&one).iter().product();
+    dispatch_float!(first_k.0.dtype(), name, "k", T => {
+        let all = operands.iter().enumerate().map(|(i, operands)| {
+            let [q, k, _] = *operands;
+            let own = sizes(name, q, k)?;
+            if alike(&own) != alike(&one) {
+                bail!("{name}: sequences differ in queries or heads");
+            }
+            sequences::<T>(name, own, *operands, i * values)
         });
-        let sequences = sequences.collect::<Result<Vec<_>>>()?;
-        let alike = |s: &Sizes| [s.batch, s.heads, s.queries, s.dim];
-        let one = sequences[0];
-        if sequences.iter().any(|s| alike(&s.sizes) != alike(&one.sizes)) {
-            bail!("{name}: sequences differ in queries or heads");
-        }
-        let batch = sequences.len() * one.sizes.batch;
-        let whole = Sequences { sizes: Sizes { batch, ..one.sizes }, ..one };
-        of_each(op, &sequences, &whole, false)
+        let all = all.collect::<Result<Vec<_>>>()?;
+        let batch = all.len() * one.batch;
+        let whole = Sequences { sizes: Sizes { batch, ..one }, ..all[0] };
+        of_each(op, &all, &whole, false)
     })
 }
 

@@ -180,16 +180,16 @@ pub(crate) fn flash_attention_each(
     sequences: &[[Tensor; 3]],
     params: &AttentionParams,
 ) -> Result<Tensor> {
-    let mut ops = Vec::with_capacity(sequences.len());
+    let mut last = None;
     for [q, k, v] in sequences {
         let op = checked(simd::level(), q, k, v, params)?;
         check_tensors(op.form.op, [("q", q), ("k", k), ("v", v)])?;
         trace::record(op.traced(), || {
             format!("cpu {} decode side by side", op.level.name())
         });
-        ops.push(op);
+        last = Some((op, q));
     }
-    let (Some(op), Some([q, ..])) = (ops.first(), sequences.first()) else {
+    let Some((op, q)) = last else {
         bail!("flash_attention: there are no sequences");
     };
     let held: Vec<_> = sequences
@@ -204,7 +204,7 @@ pub(crate) fn flash_attention_each(
             (cpu_storage(&v.0)?, v.1),
         ]);
     }
-    let storage = Storage::Cpu(cpu::forward_each(op, &operands)?);
+    let storage = Storage::Cpu(cpu::forward_each(&op, &operands)?);
     let (_, heads, queries, dim) = q.dims4()?;
     let shape = (sequences.len(), queries, heads * dim);
     Ok(Tensor::from_storage(

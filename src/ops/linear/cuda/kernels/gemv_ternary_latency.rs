@@ -10,8 +10,8 @@ use crate::cuda::{Grid, Module, Preceding, fatbin};
 use crate::ops::view::dtype_index;
 use std::sync::Arc;
 
-/// For one row before several, by the dtype of x, with x in 8 bits and in 16. Products of a layer take different amounts of shared memory: without
-/// one carveout for all, four of BitNet-2B-4T take 18.1 us on an H200, and 15.4 with it.
+/// For one row before several, by the dtype of x, with x in 8 bits and in 16. Products of a layer take different amounts of
+/// shared memory: without one carveout for all, four of BitNet-2B-4T take 18.1 us on an H200, and 15.4 with it.
 pub(super) static MODULE: Module = Module::new(
     "gemv_ternary_latency",
     fatbin!("gemv_ternary_latency"),

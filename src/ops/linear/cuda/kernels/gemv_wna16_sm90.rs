@@ -59,8 +59,8 @@ const THREADS: usize = GEMV_THREADS + WARP;
 /// Static shared memory of the kernels at most.
 pub(super) const FIXED_SHARED: usize = 4480;
 
-/// Whether a block is to be alone on its SM among kernels of other kinds (see `Preceding`): eight layers of Llama-3-8B in INT4 and its head make 1,750 tokens a second on an H200 so, and
-/// 1,624 with half of an SM for each. Ternary products are so short that the next one's weights had better be on
+/// Whether a block is to be alone on its SM among kernels of other kinds (see `Preceding`): eight layers of Llama-3-8B in
+/// INT4 and its head make 1,750 tokens a second on an H200 so, and 1,624 with half of an SM for each. Ternary products are so short that the next one's weights had better be on
 /// their way (Llama-3.2-1B on an H100: 1,708 and 1,885).
 fn is_alone(format: Streamed, case: &Case) -> bool {
     case.preceding.is_another() && format != Streamed::Ternary
