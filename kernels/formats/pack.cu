@@ -40,6 +40,18 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
   reinterpret_cast<uint4*>(p.out)[i] = codes;
 }
 
+// Sets `out`, a u32, where a NaN is among the e4m3 floats.
+extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
+    find_nan_fp8(const __grid_constant__ PackParams p) {
+  pdl_wait();
+  const uint64_t first = (blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x) * 16, count = p.rows * p.k;
+  bool found = false;
+#pragma unroll
+  for (uint32_t c = 0; c < 16; ++c)
+    if (first + c < count) found |= (uint8_t(p.codes[first + c]) & 0x7f) == 0x7f;
+  if (found) *reinterpret_cast<uint32_t*>(p.out) = 1;
+}
+
 // A thread writes what a lane has of a row and a K block. `put` adds a code of a block to the words.
 template <class Format, class Put> __device__ __forceinline__ void pack(const PackParams& p, Put put) {
   constexpr int WORDS = Format::BYTES / 4;

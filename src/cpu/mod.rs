@@ -9,6 +9,7 @@ pub(crate) mod grid;
 pub mod math;
 pub mod norm;
 pub mod packed;
+pub(crate) mod parallel;
 pub mod pool;
 pub(crate) mod quantize;
 pub mod rope;

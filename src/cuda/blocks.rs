@@ -5,9 +5,11 @@ use super::abi::{
     MAX_SOURCES, NarrowParams, ROW_GROUP, RepackParams,
 };
 use super::packed::{self, PackedAt, PackedLayout, ValuesOf, line, values};
-use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
+use super::{
+    Address, GpuSpec, Grid, Launcher, Module, address, address_of, alloc, dtype_index, fatbin,
+    upload_tensor,
+};
 use crate::quant::{BlockFormat, Codes, Format};
-use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::op::BackpropOp;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Storage, Tensor, bail};
@@ -120,8 +122,8 @@ impl BlockMatrix {
         let format = BlockFormat::of(dtype)?;
         format.check_matrix(rows, cols, blocks)?;
         let cuda = cuda_device(device)?;
-        let raw = cuda.clone_htod(blocks)?;
-        let (at, _guard) = raw.device_ptr(raw.stream());
+        let raw = upload_tensor(blocks, DType::U8, &[blocks.len()], cuda)?;
+        let at = address_of(&raw)?;
         // SAFETY: the bytes are those of the matrix, and are freed in the order of the stream.
         unsafe { Self::repack(format, rows, cols, at, device) }
     }

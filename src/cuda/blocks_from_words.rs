@@ -114,6 +114,7 @@ mod tests {
             row_step: 1,
             col_step: rows,
             fields: IN_ORDER,
+            signed: false,
         };
         for sorted in [false, true] {
             // GPTQ, AWQ, and rows one behind the other, whose last word is not full.
@@ -125,6 +126,7 @@ mod tests {
                 row_step: 1,
                 col_step: 5,
                 fields: 0x7362_5140,
+                signed: false,
             };
             check(&device, (40, 96), awq, sorted)?;
             let rows = WordLayout {
@@ -133,6 +135,7 @@ mod tests {
                 row_step: 9,
                 col_step: 1,
                 fields: IN_ORDER,
+                signed: false,
             };
             check(&device, (21, 36), rows, sorted)?;
         }
@@ -151,6 +154,7 @@ mod tests {
             row_step: 1,
             col_step: 8,
             fields: IN_ORDER,
+            signed: false,
         };
         let shell = Codes {
             scheme: Scheme::Int8,

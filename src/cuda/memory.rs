@@ -38,7 +38,8 @@ pub(crate) fn address(storage: &CudaStorage, layout: &Layout) -> Result<Address>
         CudaStorageSlice::I32(s) => (start(s, &stream), 4),
         CudaStorageSlice::I64(s) => (start(s, &stream), 8),
         CudaStorageSlice::U8(s) => (start(s, &stream), 1),
-        _ => bail!("expected a tensor of f32, f16, bf16, u32, i32, i64 or u8"),
+        CudaStorageSlice::F8E4M3(s) => (start(s, &stream), 1),
+        _ => bail!("expected a tensor of f32, f16, bf16, f8e4m3, u32, i32, i64 or u8"),
     };
     Ok(base + (layout.start_offset() * size) as u64)
 }
@@ -66,8 +67,12 @@ pub(crate) fn alloc(
         DType::F16 => take(device, len).map(CudaStorageSlice::F16),
         DType::BF16 => take(device, len).map(CudaStorageSlice::BF16),
         DType::U32 => take(device, len).map(CudaStorageSlice::U32),
+        DType::I32 => take(device, len).map(CudaStorageSlice::I32),
         DType::U8 => take(device, len).map(CudaStorageSlice::U8),
-        other => bail!("{op}: no CUDA storage of {other:?}, expected f32, f16, bf16, u32 or u8"),
+        DType::F8E4M3 => take(device, len).map(CudaStorageSlice::F8E4M3),
+        other => bail!(
+            "{op}: no CUDA storage of {other:?}, expected f32, f16, bf16, f8e4m3, u32, i32 or u8"
+        ),
     };
     match slice {
         Ok(slice) => Ok(CudaStorage {

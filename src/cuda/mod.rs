@@ -25,6 +25,7 @@ mod scratch;
 mod table;
 #[cfg(test)]
 pub(crate) mod table_tests;
+mod upload;
 mod words;
 
 pub use blocks::BlockMatrix;
@@ -44,7 +45,7 @@ pub(crate) use memory::{
     Address, address, address_of, alloc, copy_slots, cuda_storage, stack_rows,
 };
 pub(crate) use module::{Module, dtype_index, fatbin};
-pub(crate) use packed::{PackedAt, ValuesOf, groups_log2, values};
+pub(crate) use packed::{PackedAt, ValuesOf, groups_log2, holds_nan, values};
 pub(crate) use pinned::Pinned;
 pub(crate) use pool::give_back_freed_memory;
 pub use pool::{keep_freed_memory, peak_memory, reset_peak_memory};
@@ -53,3 +54,4 @@ pub(crate) use rows::{PIECES, Rows, UNALIGNED};
 pub(crate) use scratch::Scratch;
 pub use table::KernelInfo;
 pub(crate) use table::describe;
+pub(crate) use upload::{upload, upload_tensor};

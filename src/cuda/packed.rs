@@ -1,17 +1,20 @@
 //! INT8, FP8, NVFP4, NF4, INT4 and ternary codes in a GPU's memory: the host's side of `kernels/formats/packed.cuh`.
 
+mod planes;
+
 use super::abi::{
     FORMAT_THREADS, FP8_BLOCK, K_BLOCK, PackParams, PackedMatrix, ROW_GROUP, ROW_LANES,
     UnpackParams, WARP,
 };
 use super::words::WordsOnDevice;
-use super::{Address, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
+use super::{
+    Address, Grid, Launcher, Module, address, address_of, alloc, dtype_index, fatbin, upload,
+    zeros_before_launch,
+};
 use crate::quant::words::Words;
-use crate::quant::{Codes, NVFP4_GROUP, Scheme, e4m3};
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, result};
-use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, bail};
-use half::f16;
-use std::borrow::Cow;
+use crate::quant::{Codes, NVFP4_GROUP, Scheme};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Error, Layout, Result, Tensor, bail};
 
 const OP: &str = "quant_linear";
 
@@ -31,6 +34,7 @@ static MODULE: Module = Module::new(
         "unpack_tiles_f32",
         "unpack_tiles_f16",
         "unpack_tiles_bf16",
+        "find_nan_fp8",
     ],
 );
 
@@ -38,6 +42,7 @@ static MODULE: Module = Module::new(
 const VALUES: usize = 6;
 /// The first `unpack_tiles` kernel.
 const TILES: usize = 9;
+const FIND_NAN: usize = 12;
 
 const _: () = assert!(FP8_BLOCK == crate::quant::FP8_BLOCK && K_BLOCK == FP8_BLOCK);
 
@@ -60,6 +65,23 @@ pub(crate) struct PackedAt {
     pub zeros: Address,
     /// Scales of each 128 values of a row; 0 if a row has one.
     pub groups: usize,
+}
+
+/// Plain codes on the device, a byte each.
+enum Plain {
+    /// Freed in the order of the stream.
+    Own(CudaSlice<i8>),
+    /// Kept by somebody else.
+    At(Address),
+}
+
+impl Plain {
+    fn address(&self) -> Address {
+        match self {
+            Plain::Own(codes) => codes.device_ptr(codes.stream()).0,
+            Plain::At(address) => *address,
+        }
+    }
 }
 
 /// How a scheme's matrix lies in memory.
@@ -107,10 +129,9 @@ impl PackedLayout {
 
     /// The same for these codes.
     pub fn holding(self, codes: &Codes) -> Self {
-        let is_nan = |code: &i8| e4m3::is_nan(*code as u8);
         let blocks = self.scheme == Scheme::Fp8Block128;
         Self {
-            own_scales: blocks && codes.codes.iter().any(is_nan),
+            own_scales: blocks && planes::has_nan(&codes.codes),
             ..self
         }
     }
@@ -188,10 +209,37 @@ impl PackedLayout {
     /// If the codes are not those of such a matrix, or the device's memory does not suffice.
     pub fn upload(&self, codes: &Codes, device: &CudaDevice) -> Result<CudaStorage> {
         codes.check()?;
-        let plain = zeroed_where_scales_are(codes);
+        let plain = planes::zeroed_where_scales_are(codes);
         self.pack(codes, device, |first, rows| {
             let chunk = &plain[first * self.cols..][..rows * self.cols];
-            device.clone_htod(chunk)
+            // SAFETY: any bits are an i8, and all are written below.
+            let own = unsafe { device.alloc::<i8>(chunk.len())? };
+            let plain = Plain::Own(own);
+            // SAFETY: bytes of another sign are bytes; the allocation has room for them.
+            unsafe {
+                let bytes = std::slice::from_raw_parts(chunk.as_ptr().cast(), chunk.len());
+                upload(plain.address(), bytes, device)?;
+            }
+            Ok(plain)
+        })
+    }
+
+    /// Packs codes that are on the device already, a byte each from `plain` on: `codes` has none.
+    ///
+    /// # Safety
+    /// There are `[rows, cols]` codes of the scheme until the device's stream has passed this.
+    ///
+    /// # Errors
+    /// If the scales are not those of such a matrix, or the device's memory does not suffice.
+    pub unsafe fn pack_on_device(
+        &self,
+        codes: &Codes,
+        plain: Address,
+        device: &CudaDevice,
+    ) -> Result<CudaStorage> {
+        codes.check_scales()?;
+        self.pack(codes, device, |first, _| {
+            Ok(Plain::At(plain + (first * self.cols) as Address))
         })
     }
 
@@ -206,11 +254,13 @@ impl PackedLayout {
         device: &CudaDevice,
     ) -> Result<CudaStorage> {
         codes.check_scales()?;
-        if !matches!(self.scheme, Scheme::Int8 | Scheme::Int4 { .. }) {
-            bail!("codes: {} in words, expected INT8 or INT4", self.scheme);
+        if let Scheme::Ternary { .. } = self.scheme {
+            bail!("codes: {} in words, expected 4 or 8 bits", self.scheme);
         }
         let words = WordsOnDevice::new(words, order, (self.rows, self.cols), device)?;
-        self.pack(codes, device, |first, rows| words.unpack(first, rows))
+        self.pack(codes, device, |first, rows| {
+            words.unpack(first, rows).map(Plain::Own)
+        })
     }
 
     /// Packs plain codes, which `plain` gives on the device for a first row and a number of rows, and uploads scales.
@@ -218,9 +268,8 @@ impl PackedLayout {
         &self,
         codes: &Codes,
         device: &CudaDevice,
-        plain: impl Fn(usize, usize) -> Result<CudaSlice<i8>>,
+        plain: impl Fn(usize, usize) -> Result<Plain>,
     ) -> Result<CudaStorage> {
-        let (scales, zeros) = (self.scales(codes), self.zeros(codes));
         let data = alloc(OP, device, DType::U8, self.bytes())?;
         let start = address(&data, &Layout::contiguous(self.bytes()))?;
         let launcher = Launcher::new(device)?;
@@ -228,8 +277,8 @@ impl PackedLayout {
         let mut out = start;
         for first in (0..self.rows).step_by(rows_of_chunk) {
             let rows = rows_of_chunk.min(self.rows - first);
-            let raw = plain(first, rows)?;
-            let (from, _guard) = raw.device_ptr(raw.stream());
+            let plain = plain(first, rows)?;
+            let from = plain.address();
             let (threads, bytes) = self.packing(rows);
             let params = PackParams {
                 codes: from,
@@ -250,127 +299,36 @@ impl PackedLayout {
             unsafe { launcher.run(&MODULE, kernel, line(threads)?, &params)? };
             out += (threads * bytes) as Address;
         }
-        let parts = [(scales, self.scales_at()), (zeros, self.zeros_at())];
-        for (bytes, at) in parts.iter().filter(|(bytes, _)| !bytes.is_empty()) {
-            // SAFETY: the plane lies within the allocation, which is used and freed on this stream; the
-            // driver has read pageable memory when the call returns.
-            unsafe { result::memcpy_htod_async(start + *at as Address, bytes, launcher.stream) }
-                .map_err(Error::wrap)?;
-        }
+        let upload = |plane: planes::Plane, at: usize| {
+            // SAFETY: the plane lies within the allocation, which is used and freed on this stream.
+            unsafe { plane.upload(start + at as Address, launcher.stream) }
+        };
+        upload(self.scales(codes), self.scales_at())?;
+        upload(self.zeros(codes), self.zeros_at())?;
         Ok(data)
     }
-
-    /// The plane of scales.
-    fn scales(&self, codes: &Codes) -> Vec<u8> {
-        if self.scheme.is_fp8() {
-            return self.fp8_scales(codes).flat_map(f32::to_le_bytes).collect();
-        }
-        if self.groups == 0 {
-            let of_row = |row: usize| codes.scales[row % codes.scales.len()];
-            return (0..self.rows)
-                .flat_map(|row| of_row(row).to_le_bytes())
-                .collect();
-        }
-        if self.scheme == Scheme::Nf4 {
-            let scales = self.by_place(&codes.scales, 0.);
-            return scales.flat_map(f32::to_le_bytes).collect();
-        }
-        let halves: Vec<_> = codes.scales.iter().map(|s| f16::from_f32(*s)).collect();
-        self.by_place(&halves, f16::ZERO)
-            .flat_map(f16::to_le_bytes)
-            .collect()
-    }
-
-    /// FP8's: of rows, of blocks, or of rows and blocks, whose sign says that a NaN is among their codes.
-    fn fp8_scales(&self, codes: &Codes) -> impl Iterator<Item = f32> {
-        let blocks = self.scheme == Scheme::Fp8Block128;
-        let width = if blocks { K_BLOCK } else { codes.cols };
-        let step = if blocks && !self.own_scales {
-            FP8_BLOCK
-        } else {
-            1
-        };
-        let row = move |row: usize| {
-            let of_row = codes.codes[row * codes.cols..][..codes.cols].chunks(width);
-            of_row.enumerate().map(move |(at, of_scale)| {
-                let (scale, _) = codes.meaning(row, at * width);
-                let has_nan = of_scale.iter().any(|code| e4m3::is_nan(*code as u8));
-                if has_nan { -scale } else { scale }
-            })
-        };
-        (0..codes.rows).step_by(step).flat_map(row)
-    }
-
-    /// The plane of zero points, or of NVFP4's scales of 16 values.
-    fn zeros(&self, codes: &Codes) -> Vec<u8> {
-        match self.scheme {
-            Scheme::Nvfp4 => self.nvfp4_scales(codes),
-            _ if self.scheme.has_zeros() => self.by_place(&codes.zeros, 0).collect(),
-            _ => Vec::new(),
-        }
-    }
-
-    /// Of each row and K block those of the first halves of its four blocks, then of the second.
-    fn nvfp4_scales(&self, codes: &Codes) -> Vec<u8> {
-        let (k_blocks, across) = (self.cols.div_ceil(K_BLOCK), self.cols / NVFP4_GROUP);
-        let mut plane = vec![0; NVFP4_SCALES * self.places()];
-        for (row, scales) in codes.group_scales.chunks_exact(across).enumerate() {
-            for (group, b) in scales.iter().enumerate() {
-                let (k_block, within) = (group / NVFP4_SCALES, group % NVFP4_SCALES);
-                let place = (row / ROW_GROUP * k_blocks + k_block) * ROW_GROUP + row % ROW_GROUP;
-                let at = within % 2 * (NVFP4_SCALES / 2) + within / 2;
-                plane[place * NVFP4_SCALES + at] = without_subnormals(*b);
-            }
-        }
-        plane
-    }
-
-    /// What groups have, in the order of the kernels.
-    fn by_place<'a, T: Copy>(&'a self, of: &'a [T], absent: T) -> impl Iterator<Item = T> + 'a {
-        let (k_blocks, group) = (self.cols.div_ceil(K_BLOCK), K_BLOCK / self.groups);
-        let count = self.cols / group;
-        (0..self.rows.div_ceil(ROW_GROUP)).flat_map(move |row_group| {
-            (0..k_blocks).flat_map(move |k_block| {
-                (0..ROW_GROUP * self.groups).map(move |i| {
-                    let row = row_group * ROW_GROUP + i / self.groups;
-                    let value = k_block * K_BLOCK + i % self.groups * group;
-                    if row < self.rows && value < self.cols {
-                        of[row * count + value / group]
-                    } else {
-                        absent
-                    }
-                })
-            })
-        })
-    }
 }
 
-/// An e4m3 number of positive sign with 5 bits of exponent, none of them special: 2^(e - 10) (1 + m / 8); 0 for 0.
-fn without_subnormals(b: u8) -> u8 {
-    /// Of f32, where e is 0.
-    const BIAS: u32 = 127 - 10;
-    let bits = e4m3::to_f32(b).to_bits();
-    (bits >> 20).saturating_sub(BIAS << 3) as u8
-}
-
-/// The codes, with zeros where a scale of NVFP4 is zero, since the kernels' scales are not.
-fn zeroed_where_scales_are(codes: &Codes) -> Cow<'_, [i8]> {
-    let groups = codes.codes.chunks_exact(NVFP4_GROUP);
-    let hidden = |(b, group): (&u8, &[i8])| *b == 0 && group.iter().any(|q| *q != 0);
-    if !codes.group_scales.iter().zip(groups).any(hidden) {
-        return Cow::Borrowed(&codes.codes);
-    }
-    let mut all = codes.codes.clone();
-    for (b, group) in codes
-        .group_scales
-        .iter()
-        .zip(all.chunks_exact_mut(NVFP4_GROUP))
-    {
-        if *b == 0 {
-            group.fill(0);
-        }
-    }
-    Cow::Owned(all)
+/// Whether a NaN is among e4m3 floats on a GPU, which is waited for.
+///
+/// # Errors
+/// If the tensor is not on a CUDA device, or the driver fails.
+pub(crate) fn holds_nan(floats: &Tensor) -> Result<bool> {
+    let count = floats.elem_count();
+    let Device::Cuda(device) = floats.device() else {
+        bail!("find_nan: expected a tensor on a CUDA device");
+    };
+    let launcher = Launcher::new(device)?;
+    let found = zeros_before_launch(&launcher, device, 1)?;
+    let params = PackParams {
+        codes: address_of(floats)?,
+        out: found.device_ptr(found.stream()).0,
+        rows: 1,
+        k: u32::try_from(count).map_err(Error::wrap)?,
+    };
+    // SAFETY: the kernel takes `PackParams`, reads the floats and writes one word.
+    unsafe { launcher.run(&MODULE, FIND_NAN, line(count.div_ceil(16))?, &params)? };
+    Ok(device.clone_dtoh(&found)? != [0])
 }
 
 /// The binary logarithm of the groups of a K block.

@@ -85,6 +85,28 @@ impl Pinned {
         copied.result().map_err(candle_core::Error::wrap)
     }
 
+    /// Copies the first `bytes` bytes to the GPU, in the order of the stream.
+    ///
+    /// # Errors
+    /// As [`Pinned::copy_from`].
+    ///
+    /// # Safety
+    /// As [`Pinned::copy_to`].
+    pub unsafe fn copy_bytes_to(
+        &self,
+        to: Address,
+        bytes: usize,
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        let from = self
+            .part(0, bytes.div_ceil(size_of::<u32>()))?
+            .as_ptr()
+            .cast();
+        // SAFETY: the bytes are there; the caller's for the rest.
+        let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, bytes, stream) };
+        copied.result().map_err(candle_core::Error::wrap)
+    }
+
     fn part(&self, at: usize, words: usize) -> Result<&[AtomicU32]> {
         match self.words().get(at..at + words) {
             Some(part) => Ok(part),

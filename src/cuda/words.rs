@@ -1,10 +1,10 @@
 //! Codes in words of 32 bits on their way to a GPU's layout: the host's side of `kernels/formats/unpack_words.cu`.
 
 use super::abi::{FORMAT_THREADS, UnpackWordsParams};
-use super::{Address, Grid, Launcher, Module, fatbin};
+use super::{Address, Grid, Launcher, Module, address_of, fatbin};
 use crate::quant::words::{WordLayout, Words};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
-use candle_core::{CudaDevice, Device, Error, Result, Storage, Tensor, bail};
+use candle_core::{CudaDevice, Device, Error, Result, Tensor, bail};
 
 static MODULE: Module = Module::new("unpack_words", fatbin!("unpack_words"), &["unpack_words"]);
 
@@ -12,7 +12,7 @@ static MODULE: Module = Module::new("unpack_words", fatbin!("unpack_words"), &["
 pub(super) struct WordsOnDevice<'a> {
     device: &'a CudaDevice,
     layout: WordLayout,
-    /// In i32, one behind the other.
+    /// One behind the other.
     words: Tensor,
     /// The column of the words that each column is, if they are not in order.
     order: Option<CudaSlice<u32>>,
@@ -50,7 +50,7 @@ impl<'a> WordsOnDevice<'a> {
         })
     }
 
-    /// The codes of some rows of the matrix, a byte each; those of 8 bits less 128.
+    /// The codes of some rows of the matrix, a byte each; those of 8 bits less 128, unless they are signed.
     pub fn unpack(&self, first: usize, rows: usize) -> Result<CudaSlice<i8>> {
         let count = rows * self.cols;
         // SAFETY: the kernel writes all of it.
@@ -65,14 +65,8 @@ impl<'a> WordsOnDevice<'a> {
         let layout = self.layout;
         let [row_log, col_log] = layout.logs();
         {
-            let (storage, of_words) = self.words.storage_and_layout();
-            let Storage::Cuda(storage) = &*storage else {
-                bail!("codes: words on the host, expected on a GPU");
-            };
-            let words = storage.as_cuda_slice::<i32>()?;
-            let words = words.slice(of_words.start_offset()..);
+            let words = address_of(&self.words)?;
             let stream = self.device.cuda_stream();
-            let (words, _words) = words.device_ptr(&stream);
             let order = self.order.as_ref().map(|o| o.device_ptr(o.stream()));
             let (out, _out) = codes.device_ptr_mut(&stream);
             let params = UnpackWordsParams {
@@ -88,7 +82,10 @@ impl<'a> WordsOnDevice<'a> {
                 col_log,
                 fields: layout.fields,
                 bits: layout.bits,
-                flip: if layout.bits == 8 { 0x80 } else { 0 },
+                flip: match layout.bits {
+                    8 if !layout.signed => 0x80,
+                    _ => 0,
+                },
             };
             // SAFETY: the kernel takes `UnpackWordsParams`. Each of the rows and columns has a word, as `new` checked,
             // and the codes have room for the rows; all is freed in the order of the stream.

@@ -2,6 +2,7 @@
 
 use super::scheme::{FP8_BLOCK, NVFP4_GROUP};
 use super::{Scheme, e2m1, e4m3, nf4};
+use crate::cpu::parallel;
 use candle_core::{Result, bail};
 use half::f16;
 
@@ -68,7 +69,10 @@ impl Codes {
             Scheme::Nvfp4 | Scheme::Nf4 | Scheme::Int4 { .. } => (0, 15),
             Scheme::Ternary { .. } => (-1, 1),
         };
-        if let Some(at) = self.codes.iter().position(|q| !(low..=high).contains(q)) {
+        let is_known = |q: &i8| (low..=high).contains(q);
+        if !parallel::all(&self.codes, is_known)
+            && let Some(at) = self.codes.iter().position(|q| !is_known(q))
+        {
             bail!(
                 "codes: {} at row {}, column {}, expected {low} to {high}",
                 self.codes[at],
@@ -106,16 +110,21 @@ impl Codes {
                 self.group_scales.len()
             );
         }
-        if let Some(b) = self.group_scales.iter().find(|b| **b >= e4m3::NAN) {
+        let is_positive = |b: &u8| *b < e4m3::NAN;
+        if !parallel::all(&self.group_scales, is_positive)
+            && let Some(b) = self.group_scales.iter().find(|b| !is_positive(b))
+        {
             bail!("group_scales: {b:#x}, expected an e4m3 number of positive sign");
         }
         let half = scheme.has_f16_scales();
-        let stored = |s: f32| {
+        let is_stored = |s: &f32| {
             s.is_finite()
-                && (!half || f16::from_f32(s).to_f32() == s)
-                && (!scheme.is_fp8() || s.is_sign_positive())
+                & (!half || f16::from_f32(*s).to_f32() == *s)
+                & (!scheme.is_fp8() || s.is_sign_positive())
         };
-        if let Some(s) = self.scales.iter().find(|s| !stored(**s)) {
+        if !parallel::all(&self.scales, is_stored)
+            && let Some(s) = self.scales.iter().find(|s| !is_stored(s))
+        {
             let kind = match (half, scheme.is_fp8()) {
                 (true, _) => "an f16",
                 (_, true) => "a finite number of positive sign",

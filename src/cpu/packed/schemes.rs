@@ -4,11 +4,12 @@ use super::layout::{Layout, ROW_GROUP, SchemeBlock};
 use super::matrix::{PackedBuilder, PackedMatrix};
 use super::q8::TOGETHER;
 use super::store::{FileBytes, Store};
+use crate::cpu::pool;
 use crate::cpu::quantize::{largest_magnitude, quantize_part, sum_of_magnitudes};
 use crate::quant::{Codes, FP8_BLOCK, Format, NVFP4_GROUP, Scheme, TernaryScale};
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Values that are widened and quantized at a time.
 const PART: usize = 1 << 20;
@@ -140,11 +141,11 @@ impl PackedMatrix {
             Some(group) if scheme != Scheme::Nvfp4 => group / 32,
             _ => self.blocks(),
         };
-        let mut codes = Codes {
+        let shell = Codes {
             scheme,
             rows: self.rows,
             cols: self.cols,
-            codes: Vec::with_capacity(self.rows * self.cols),
+            codes: Vec::new(),
             scales: Vec::new(),
             zeros: Vec::new(),
             group_scales: Vec::new(),
@@ -153,26 +154,44 @@ impl PackedMatrix {
             Scheme::Fp8Block128 => FP8_BLOCK,
             _ => 1,
         };
-        let scales = scheme.scale_count(self.rows, self.cols);
-        for row in 0..self.rows {
-            let mut room = Vec::new();
-            let group = self.group(row / ROW_GROUP, &mut room);
-            for block in 0..self.blocks() {
-                let read = layout.read_scheme(group, block, row % ROW_GROUP);
-                let some = 32.min(self.cols - 32 * block);
-                codes.codes.extend(&read.codes[..some]);
-                if scheme == Scheme::Nvfp4 {
-                    let groups = some / NVFP4_GROUP;
-                    codes.group_scales.extend(&read.others[..groups]);
-                }
-                let begins = block % unit == 0 && row.is_multiple_of(height);
-                if begins && codes.scales.len() < scales {
-                    codes.scales.push(read.scale);
-                    if scheme.has_zeros() {
-                        codes.zeros.push(read.others[0]);
+        let one = scheme.scale_count(self.rows, self.cols) == 1;
+        let parts = Mutex::new(Vec::new());
+        let mut all = vec![0i8; self.rows * self.cols];
+        pool::for_rows(&mut all, self.cols, ROW_GROUP, |first, rows| {
+            let (mut part, mut room) = (shell.clone(), Vec::new());
+            for (row, out) in (first..).zip(rows.chunks_exact_mut(self.cols)) {
+                let group = self.group(row / ROW_GROUP, &mut room);
+                for (block, out) in out.chunks_mut(32).enumerate() {
+                    let read = layout.read_scheme(group, block, row % ROW_GROUP);
+                    out.copy_from_slice(&read.codes[..out.len()]);
+                    if scheme == Scheme::Nvfp4 {
+                        let groups = out.len() / NVFP4_GROUP;
+                        part.group_scales.extend(&read.others[..groups]);
+                    }
+                    let begins = block % unit == 0 && row.is_multiple_of(height);
+                    if begins && (row == 0 || !one) {
+                        part.scales.push(read.scale);
+                        if scheme.has_zeros() {
+                            part.zeros.push(read.others[0]);
+                        }
                     }
                 }
             }
+            parts
+                .lock()
+                .unwrap_or_else(|e| e.into_inner())
+                .push((first, part));
+        });
+        let mut parts = parts.into_inner().unwrap_or_else(|e| e.into_inner());
+        parts.sort_by_key(|(first, _)| *first);
+        let mut codes = Codes {
+            codes: all,
+            ..shell
+        };
+        for (_, part) in parts {
+            codes.scales.extend(part.scales);
+            codes.zeros.extend(part.zeros);
+            codes.group_scales.extend(part.group_scales);
         }
         Ok(codes)
     }

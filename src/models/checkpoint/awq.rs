@@ -39,6 +39,7 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<InWor
         row_step: 1,
         col_step: rows / IN_WORD,
         fields: FIELDS,
+        signed: false,
     };
     let rest = Unpacked {
         rows,

@@ -11,8 +11,9 @@
 //! Method: BitNet b1.58 (Ma et al. 2024).
 
 use super::compressed::SCALE;
-use super::tensors::Tensors;
+use super::tensors::{Stored, Tensors};
 use super::unpacked::Unpacked;
+use crate::cpu::{parallel, pool};
 use candle_core::{Result, bail};
 
 /// Values of a byte.
@@ -42,20 +43,20 @@ pub fn is_there(tensors: &Tensors<'_>, layer: Layer) -> bool {
 
 /// The matrix of a layer.
 pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize), layer: Layer) -> Result<Unpacked> {
-    let (values, dims) = match layer {
-        Layer::Online => tensors.numbers("weight")?,
-        Layer::Multiplied | Layer::Divided => tensors.numbers_or_bytes("weight")?,
-    };
     let (codes, scale) = if layer == Layer::Online {
+        let (values, dims) = tensors.numbers("weight")?;
         if dims != [rows, cols] {
             bail!("weight has shape {dims:?}, expected {:?}", [rows, cols]);
         }
         nearest(&values)?
     } else {
-        (
-            stored(&values, &dims, (rows, cols))?,
-            scale(tensors, layer)?,
-        )
+        let codes = match tensors.numbers_or_bytes("weight")? {
+            (Stored::Bytes(bytes), dims) if is_packed(&dims, (rows, cols)) => {
+                fields(&bytes, (rows, cols))?
+            }
+            (values, dims) => stored(&values.into_numbers(), &dims, (rows, cols))?,
+        };
+        (codes, scale(tensors, layer)?)
     };
     Ok(Unpacked {
         rows,
@@ -68,7 +69,31 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize), layer: Layer) -
     })
 }
 
-/// What is stored, four values to a byte or one to a number, plus 1.
+/// Whether bytes of this shape hold four rows each.
+fn is_packed(dims: &[usize], (rows, cols): (usize, usize)) -> bool {
+    rows.is_multiple_of(IN_BYTE) && dims == [rows / IN_BYTE, cols]
+}
+
+/// The fields of bytes, which are values plus 1.
+fn fields(bytes: &[u8], (rows, cols): (usize, usize)) -> Result<Vec<u8>> {
+    // No field has both bits.
+    if !parallel::all(bytes, |byte| byte & byte >> 1 & 0x55 == 0) {
+        bail!("weight: 2 is stored, expected -1, 0 or 1");
+    }
+    let height = rows / IN_BYTE;
+    let mut codes = vec![0; rows * cols];
+    pool::for_rows(&mut codes, cols, 8, |first, part| {
+        for (row, codes) in (first..).zip(part.chunks_exact_mut(cols)) {
+            let (field, bytes) = (row / height, &bytes[row % height * cols..]);
+            for (code, byte) in codes.iter_mut().zip(bytes) {
+                *code = byte >> (2 * field) & 3;
+            }
+        }
+    });
+    Ok(codes)
+}
+
+/// What is stored as numbers, one value in each or four, plus 1.
 fn stored(values: &[f32], dims: &[usize], (rows, cols): (usize, usize)) -> Result<Vec<u8>> {
     let code = |value: f32| match value {
         0. => Ok(0),
@@ -79,7 +104,7 @@ fn stored(values: &[f32], dims: &[usize], (rows, cols): (usize, usize)) -> Resul
     if dims == [rows, cols] {
         return values.iter().map(|value| code(value + 1.)).collect();
     }
-    if !rows.is_multiple_of(IN_BYTE) || dims != [rows / IN_BYTE, cols] {
+    if !is_packed(dims, (rows, cols)) {
         bail!(
             "weight has shape {dims:?}, expected {rows} rows in bytes of {IN_BYTE} of them: [{rows} / {IN_BYTE}, \
              {cols}]"
@@ -89,9 +114,8 @@ fn stored(values: &[f32], dims: &[usize], (rows, cols): (usize, usize)) -> Resul
     if let Some(value) = values.iter().find(|value| !is_byte(value)) {
         bail!("weight: {value} is stored, expected bytes of {IN_BYTE} values");
     }
-    let field = |i: usize| values.iter().map(move |value| *value as u8 >> (2 * i) & 3);
-    let fields = (0..IN_BYTE).flat_map(field);
-    fields.map(|field| code(f32::from(field))).collect()
+    let bytes = parallel::map(values, |value| *value as u8);
+    fields(&bytes, (rows, cols))
 }
 
 /// What the stored values are multiplied by.

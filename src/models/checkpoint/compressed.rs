@@ -18,6 +18,7 @@
 //! | `weight_scale` | `[N, groups]`, or of one value | |
 //! | `weight_zero_point` | i8, as the scale, if there | |
 
+use super::packing::Matrix;
 use super::tensors::{StoredInts, Tensors, unpack};
 use super::unpacked::Unpacked;
 use super::words::InWords;
@@ -57,6 +58,7 @@ pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Resul
         row_step: dims[1],
         col_step: 1,
         fields: IN_ORDER,
+        signed: false,
     };
     let rest = Unpacked {
         rows,
@@ -75,29 +77,41 @@ pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Resul
 }
 
 /// The matrix of a layer in `int-quantized`.
-pub fn read_bytes(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Unpacked> {
-    let unsigned = |bytes: Vec<u8>| -> Vec<u8> { bytes.into_iter().map(|q| q ^ 0x80).collect() };
+pub fn read_bytes(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Matrix> {
     let scales = scales(tensors, (rows, cols))?;
     let groups = scales.len() / rows;
-    Ok(Unpacked {
+    let zeros = match tensors.has(ZERO_POINT) {
+        true => {
+            let (zeros, dims) = tensors.all_bytes(ZERO_POINT)?;
+            let unsigned = zeros.into_iter().map(|q| q ^ 0x80).collect();
+            Some(broadcast_zero_points(unsigned, &dims, (rows, groups))?)
+        }
+        false => None,
+    };
+    let rest = Unpacked {
         rows,
         cols,
         bits: 8,
-        codes: unsigned(tensors.bytes("weight", &[rows, cols])?),
+        codes: Vec::new(),
         scales,
-        zeros: match tensors.has(ZERO_POINT) {
-            true => {
-                let (zeros, dims) = tensors.all_bytes(ZERO_POINT)?;
-                Some(broadcast_zero_points(
-                    unsigned(zeros),
-                    &dims,
-                    (rows, groups),
-                )?)
-            }
-            false => None,
-        },
+        zeros,
         groups: None,
-    })
+    };
+    let size = [rows, cols];
+    let Some(layout) = WordLayout::of_rows(8, cols, IN_ORDER) else {
+        let codes = tensors.bytes("weight", &size)?;
+        return Ok(Matrix::Codes(Unpacked {
+            codes: codes.into_iter().map(|q| q ^ 0x80).collect(),
+            ..rest
+        }));
+    };
+    let layout = WordLayout {
+        signed: true,
+        ..layout
+    };
+    let words = tensors.codes_in_bytes("weight", &size)?;
+    let words = Words { words, layout };
+    Ok(Matrix::Words(InWords { rest, words }))
 }
 
 /// Zero points `[rows, groups]` beside packed codes. Those of a tensor are not packed themselves.
@@ -142,6 +156,7 @@ fn packed_zeros(
         row_step: groups,
         col_step: 1,
         fields: IN_ORDER,
+        signed: false,
     };
     Ok(unpack(&words, (rows, groups), layout))
 }

@@ -3,6 +3,8 @@
 use super::config::Format;
 use super::packing::Packing;
 use super::tensors::{AS_STORED, CONFIG, Read, Tensors, stored_dtype};
+#[cfg(feature = "cuda")]
+use crate::cuda::upload_tensor;
 use crate::nn::pack::named;
 use candle_core::safetensors::{Load, MmapedSafetensors};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
@@ -123,10 +125,30 @@ impl Checkpoint {
             return Tensor::new(self.config.as_bytes(), device);
         }
         let view = self.tensors.get(name)?;
+        #[cfg(feature = "cuda")]
+        if let (Device::Cuda(device), Some(dtype)) = (device, on_gpu(view.dtype())) {
+            let tensor = upload_tensor(view.data(), dtype, view.shape(), device);
+            return named(name, tensor);
+        }
         match view.dtype() {
             Dtype::I8 => Tensor::from_raw_buffer(view.data(), DType::U8, view.shape(), device),
             _ => named(name, view.load(device)),
         }
+    }
+}
+
+/// What tensors of a GPU's memory have of a stored dtype: the same bits. Of others candle knows more.
+#[cfg(feature = "cuda")]
+fn on_gpu(stored: Dtype) -> Option<DType> {
+    match stored {
+        Dtype::F32 => Some(DType::F32),
+        Dtype::F16 => Some(DType::F16),
+        Dtype::BF16 => Some(DType::BF16),
+        Dtype::F8_E4M3 => Some(DType::F8E4M3),
+        Dtype::I32 => Some(DType::I32),
+        Dtype::U32 => Some(DType::U32),
+        Dtype::U8 | Dtype::I8 => Some(DType::U8),
+        _ => None,
     }
 }
 

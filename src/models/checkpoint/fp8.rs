@@ -10,11 +10,17 @@
 //! Formats: FP8 Formats for Deep Learning (Micikevicius et al. 2022); blocks as in DeepSeek-V3 (2024).
 
 use super::compressed::SCALE;
-use super::tensors::Tensors;
+use super::tensors::{Tensors, bits};
 use super::unpacked::{Target, gathered, put_apart};
+#[cfg(feature = "cuda")]
+use crate::cuda::holds_nan;
 use crate::models::weights::arranged;
 use crate::nn::LinearWeight;
 use crate::nn::pack::on_device;
+#[cfg(feature = "cuda")]
+use crate::nn::pack::words_on_device;
+#[cfg(feature = "cuda")]
+use crate::quant::words::{IN_ORDER, WordLayout, Words};
 use crate::quant::{Codes, FP8_BLOCK, Scheme, e4m3};
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -38,8 +44,8 @@ pub fn is_kept(block: Block) -> bool {
 pub struct Floats {
     rows: usize,
     cols: usize,
-    /// `[rows, cols]`, e4m3.
-    codes: Vec<i8>,
+    /// Of all rows, e4m3, on the host or on the GPU that takes them.
+    codes: Tensor,
     /// `[rows / height, cols / width]`, rounded up.
     scales: Vec<f32>,
     height: usize,
@@ -48,7 +54,7 @@ pub struct Floats {
 
 /// The matrix `[rows, cols]` of a layer.
 pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize), block: Block) -> Result<Floats> {
-    let codes = tensors.floats8("weight", &[rows, cols])?;
+    let codes = tensors.codes_in_floats8("weight", &[rows, cols])?;
     let name = match tensors.has(BLOCK_SCALE) {
         true => BLOCK_SCALE,
         false => SCALE,
@@ -88,6 +94,10 @@ impl Floats {
         if to.fused
             && let Some(scheme) = self.scheme(heads, to.device)
         {
+            #[cfg(feature = "cuda")]
+            if let Some(weight) = self.on_gpu(scheme, to)? {
+                return Ok(weight);
+            }
             let codes = self.into_codes(scheme, heads)?;
             return Ok(LinearWeight::Packed(on_device(&codes, to.device)?));
         }
@@ -95,14 +105,34 @@ impl Floats {
         Ok(LinearWeight::Dense(values.to_device(to.device)?))
     }
 
+    /// The weight, if its codes are on a GPU, and no NaN is among them: these are marked by the host.
+    #[cfg(feature = "cuda")]
+    fn on_gpu(&self, scheme: Scheme, to: Target<'_>) -> Result<Option<LinearWeight>> {
+        let Some(layout) = WordLayout::of_rows(8, self.cols, IN_ORDER) else {
+            return Ok(None);
+        };
+        if !self.codes.device().is_cuda() || holds_nan(&self.codes)? {
+            return Ok(None);
+        }
+        let words = Words {
+            words: self.codes.clone(),
+            layout: WordLayout {
+                signed: true,
+                ..layout
+            },
+        };
+        let weight = words_on_device(&self.shell(scheme), (&words, None), to.device)?;
+        Ok(Some(LinearWeight::Packed(weight)))
+    }
+
     /// The numbers, in f32 on the host.
     pub fn into_values(self) -> Result<Tensor> {
         let across = self.cols.div_ceil(self.width);
-        let mut values: Vec<f32> = Vec::with_capacity(self.codes.len());
-        for (row, codes) in self.codes.chunks_exact(self.cols).enumerate() {
+        let mut values = bits(&self.codes, e4m3::to_f32)?;
+        for (row, values) in values.chunks_exact_mut(self.cols).enumerate() {
             let scales = &self.scales[row / self.height * across..];
-            for (codes, scale) in codes.chunks(self.width).zip(scales) {
-                values.extend(codes.iter().map(|q| e4m3::to_f32(*q as u8) * scale));
+            for (values, scale) in values.chunks_mut(self.width).zip(scales) {
+                values.iter_mut().for_each(|value| *value *= scale);
             }
         }
         Tensor::from_vec(values, (self.rows, self.cols), &Device::Cpu)
@@ -123,7 +153,8 @@ impl Floats {
         }
     }
 
-    fn into_codes(self, scheme: Scheme, heads: Option<usize>) -> Result<Codes> {
+    /// The scheme's scales, without codes.
+    fn shell(&self, scheme: Scheme) -> Codes {
         let (rows, cols) = (self.rows, self.cols);
         let across = cols.div_ceil(self.width);
         let scale =
@@ -136,14 +167,22 @@ impl Floats {
                 .collect(),
             _ => (0..rows).map(|row| scale(row, 0)).collect(),
         };
-        let mut codes = Codes {
+        Codes {
             scheme,
             rows,
             cols,
-            codes: self.codes,
+            codes: Vec::new(),
             scales,
             zeros: Vec::new(),
             group_scales: Vec::new(),
+        }
+    }
+
+    fn into_codes(self, scheme: Scheme, heads: Option<usize>) -> Result<Codes> {
+        let (rows, cols) = (self.rows, self.cols);
+        let mut codes = Codes {
+            codes: bits(&self.codes, |bits| bits as i8)?,
+            ..self.shell(scheme)
         };
         if let Some(heads) = heads {
             let source = put_apart(rows, heads)?;

@@ -15,16 +15,18 @@
 //!
 //! Method: QLoRA (Dettmers et al. 2023).
 
+use super::kept::Kept;
 use super::tensors::Tensors;
-use crate::cpu::pool;
+use crate::cpu::{parallel, pool};
+use crate::quant::words::{UPPER_FIRST, WordLayout, Words};
 use crate::quant::{Codes, NF4_GROUP, Scheme, nf4};
 use candle_core::{Device, Result, Tensor, bail};
 use serde::Deserialize;
 
 const STATE: &str = "weight.quant_state.bitsandbytes__nf4";
 
-/// Rows that a task takes at least.
-const GRAIN: usize = 32;
+/// Values that a task takes at least.
+const GRAIN: usize = 1 << 16;
 
 /// The tensor of bytes that is JSON.
 #[derive(Deserialize)]
@@ -44,8 +46,8 @@ pub fn is_there(tensors: &Tensors<'_>) -> bool {
 pub struct Blocks {
     rows: usize,
     cols: usize,
-    /// Of each two values.
-    codes: Vec<u8>,
+    /// A byte for each two values, on the host or on the GPU that takes them.
+    codes: Tensor,
     table: Vec<f32>,
     /// Of each `size` values.
     scales: Vec<f32>,
@@ -72,7 +74,7 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Block
     Ok(Blocks {
         rows,
         cols,
-        codes: tensors.bytes("weight", &[count / 2, 1])?,
+        codes: tensors.codes_in_bytes("weight", &[count / 2, 1])?,
         scales: scales(tensors, &state, count.div_ceil(state.blocksize))?,
         table: numbers(tensors, "weight.quant_map", 16)?,
         size: state.blocksize,
@@ -80,47 +82,51 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Block
 }
 
 impl Blocks {
-    /// The codes in the crate's own scheme, if it holds the numbers as they are.
-    pub fn codes(&self) -> Option<Codes> {
+    /// The matrix in the crate's own scheme, if it holds the numbers as they are.
+    pub fn kept(&self) -> Option<Kept> {
         let (rows, cols) = (self.rows, self.cols);
         // No group of the scheme reaches into a second block.
         let fits = self.size.is_multiple_of(NF4_GROUP) && cols.is_multiple_of(NF4_GROUP);
-        let known = self.scales.iter().all(|scale| scale.is_finite());
+        let known = parallel::all(&self.scales, |scale| scale.is_finite());
         if rows * cols == 0 || !fits || !known || self.table != nf4::TABLE {
             return None;
         }
-        let mut codes = vec![0i8; rows * cols];
-        self.unpack(&mut codes, |code, _| code as i8);
-        let scale = |first: usize| self.scales[first / self.size];
-        Some(Codes {
-            scheme: Scheme::Nf4,
-            rows,
-            cols,
-            codes,
-            scales: (0..rows * cols).step_by(NF4_GROUP).map(scale).collect(),
-            zeros: Vec::new(),
-            group_scales: Vec::new(),
+        let of_block = self.size / NF4_GROUP;
+        let mut scales = vec![0.; rows * cols / NF4_GROUP];
+        pool::for_rows(&mut scales, 1, GRAIN, |first, part| {
+            for (at, scale) in (first..).zip(part) {
+                *scale = self.scales[at / of_block];
+            }
+        });
+        Some(Kept {
+            shell: Codes {
+                scheme: Scheme::Nf4,
+                rows,
+                cols,
+                codes: Vec::new(),
+                scales,
+                zeros: Vec::new(),
+                group_scales: Vec::new(),
+            },
+            words: Words {
+                words: self.codes.clone(),
+                layout: WordLayout::of_rows(4, cols, UPPER_FIRST)?,
+            },
         })
     }
 
     /// The numbers, in f32 on the host.
     pub fn into_values(self) -> Result<Tensor> {
-        let mut values = vec![0f32; self.rows * self.cols];
-        self.unpack(&mut values, |code, scale| {
-            self.table[usize::from(code)] * scale
-        });
-        Tensor::from_vec(values, (self.rows, self.cols), &Device::Cpu)
-    }
-
-    /// Fills a matrix by what its codes and their scales become.
-    fn unpack<T: Send>(&self, out: &mut [T], to: impl Fn(u8, f32) -> T + Sync) {
+        let bytes = self.codes.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
         let log = self.size.trailing_zeros();
-        pool::for_rows(out, self.cols, GRAIN, |first, part| {
-            for (at, value) in (first * self.cols..).zip(part) {
-                let code = self.codes[at / 2] >> (4 * (1 - at % 2)) & 15;
-                *value = to(code, self.scales[at >> log]);
+        let mut values = vec![0f32; self.rows * self.cols];
+        pool::for_rows(&mut values, 1, GRAIN, |first, part| {
+            for (at, value) in (first..).zip(part) {
+                let code = bytes[at / 2] >> (4 * (1 - at % 2)) & 15;
+                *value = self.table[usize::from(code)] * self.scales[at >> log];
             }
         });
+        Tensor::from_vec(values, (self.rows, self.cols), &Device::Cpu)
     }
 }
 
@@ -148,8 +154,13 @@ fn scales(tensors: &Tensors<'_>, state: &State, count: usize) -> Result<Vec<f32>
     let codes = tensors.bytes("weight.absmax", &[count])?;
     let table = numbers(tensors, "weight.nested_quant_map", 256)?;
     let scales = numbers(tensors, "weight.nested_absmax", count.div_ceil(size))?;
-    let scale = |(at, code): (usize, &u8)| table[usize::from(*code)] * scales[at / size] + offset;
-    Ok(codes.iter().enumerate().map(scale).collect())
+    let mut values = vec![0.; count];
+    pool::for_rows(&mut values, 1, GRAIN, |first, part| {
+        for (at, value) in (first..).zip(part) {
+            *value = table[usize::from(codes[at])] * scales[at / size] + offset;
+        }
+    });
+    Ok(values)
 }
 
 /// Numbers of this count.

@@ -11,6 +11,7 @@
 use super::compressed::{GROUPS, PACKED, SCALE, ZERO_POINT};
 use super::kept::Kept;
 use super::tensors::Tensors;
+use crate::quant::words::{IN_ORDER, WordLayout, Words};
 use crate::quant::{Codes, NVFP4_GROUP, Scheme};
 use candle_core::{Result, bail};
 
@@ -31,10 +32,11 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Kept>
     if !tensors.has(GLOBAL) {
         bail!("{GLOBAL} is missing, expected it beside {PACKED} of NVFP4");
     }
-    if !cols.is_multiple_of(NVFP4_GROUP) {
+    let whole = cols.is_multiple_of(NVFP4_GROUP);
+    let Some(layout) = WordLayout::of_rows(4, cols, IN_ORDER).filter(|_| whole) else {
         bail!("{PACKED}: {cols} columns, expected a multiple of {NVFP4_GROUP}");
-    }
-    let bytes = tensors.bytes(PACKED, &[rows, cols / 2])?;
+    };
+    let words = tensors.codes_in_bytes(PACKED, &[rows, cols / 2])?;
     let group_scales = tensors.floats8(SCALE, &[rows, cols / NVFP4_GROUP])?;
     let global = match tensors.numbers(GLOBAL)?.0.as_slice() {
         [global] if *global > 0. && global.is_normal() && (1. / global).is_normal() => *global,
@@ -42,18 +44,18 @@ pub fn read(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Kept>
             "{GLOBAL} is {other:?}, expected one positive normal number with such a reciprocal"
         ),
     };
-    let both = |byte: u8| [(byte & 15) as i8, (byte >> 4) as i8];
-    let codes = Codes {
+    let shell = Codes {
         scheme: Scheme::Nvfp4,
         rows,
         cols,
-        codes: bytes.into_iter().flat_map(both).collect(),
+        codes: Vec::new(),
         scales: vec![1. / global; rows],
         zeros: Vec::new(),
-        group_scales: group_scales.into_iter().map(|b| b as u8).collect(),
+        group_scales,
     };
-    codes.check()?;
-    Ok(Kept(codes))
+    shell.check_scales()?;
+    let words = Words { words, layout };
+    Ok(Kept { shell, words })
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ pub enum Packing {
 }
 
 /// What is read.
-enum Matrix {
+pub enum Matrix {
     Codes(Unpacked),
     Words(InWords),
     Floats(fp8::Floats),
@@ -160,14 +160,14 @@ impl Packing {
             Packing::PackQuantized => {
                 return compressed::read_packed(tensors, size).map(Matrix::Words);
             }
-            Packing::IntQuantized => compressed::read_bytes(tensors, size),
+            Packing::IntQuantized => return compressed::read_bytes(tensors, size),
             Packing::BitNet(layer) => bitnet::read(tensors, size, layer),
             Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Floats),
             Packing::Nvfp4 => return nvfp4::read(tensors, size).map(Matrix::Kept),
             Packing::Nf4 => {
                 let stored = nf4::read(tensors, size)?;
-                return match stored.codes() {
-                    Some(codes) => Ok(Matrix::Kept(Kept(codes))),
+                return match stored.kept() {
+                    Some(kept) => Ok(Matrix::Kept(kept)),
                     None => stored.into_values().map(Matrix::Numbers),
                 };
             }

@@ -1,6 +1,6 @@
 //! The tensors of one layer of a checkpoint, on the host.
 
-use crate::cpu::pool;
+use crate::cpu::{parallel, pool};
 use crate::quant::words::WordLayout;
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -105,6 +105,21 @@ pub enum StoredInts {
     Words(Vec<u32>),
     /// Signed ones by their bits.
     Bytes(Vec<u8>),
+}
+
+/// Values as they are stored.
+pub enum Stored {
+    Numbers(Vec<f32>),
+    Bytes(Vec<u8>),
+}
+
+impl Stored {
+    pub fn into_numbers(self) -> Vec<f32> {
+        match self {
+            Stored::Numbers(values) => values,
+            Stored::Bytes(bytes) => parallel::map(&bytes, |byte| f32::from(*byte)),
+        }
+    }
 }
 
 /// The tensors whose names begin with a layer's.
@@ -243,35 +258,56 @@ impl<'a> Tensors<'a> {
         Ok((StoredInts::Words(words), dims))
     }
 
+    /// Codes in bytes, of this shape, one behind the other where words of codes go.
+    pub fn codes_in_bytes(&self, part: &str, dims: &[usize]) -> Result<Tensor> {
+        self.in_bytes(part, BYTES, dims)
+    }
+
+    /// e4m3 floats likewise.
+    pub fn codes_in_floats8(&self, part: &str, dims: &[usize]) -> Result<Tensor> {
+        self.in_bytes(part, FLOATS8, dims)
+    }
+
+    fn in_bytes(&self, part: &str, kind: Kind, dims: &[usize]) -> Result<Tensor> {
+        let tensor = self.stored(part, kind, self.words_on)?;
+        self.check(part, tensor.dims(), dims)?;
+        tensor.flatten_all()
+    }
+
     /// e4m3 floats of this shape, by their bits.
-    pub fn floats8(&self, part: &str, dims: &[usize]) -> Result<Vec<i8>> {
+    pub fn floats8(&self, part: &str, dims: &[usize]) -> Result<Vec<u8>> {
         let tensor = self.read(part, FLOATS8)?;
         self.check(part, tensor.dims(), dims)?;
-        let tensor = tensor.flatten_all()?;
-        let (storage, layout) = tensor.storage_and_layout();
-        match (&*storage, layout.contiguous_offsets()) {
-            (Storage::Cpu(CpuStorage::F8E4M3(floats)), Some((start, end))) => {
-                let floats = &floats[start..end];
-                Ok(floats.iter().map(|float| float.to_bits() as i8).collect())
-            }
-            _ => bail!("tensor `{}`, expected on the host", self.name(part)),
-        }
+        bits(&tensor, |bits| bits)
     }
 
     /// Numbers, and their shape.
     pub fn numbers(&self, part: &str) -> Result<(Vec<f32>, Vec<usize>)> {
-        self.values(part, NUMBERS)
-    }
-
-    /// The same of what may be bytes too.
-    pub fn numbers_or_bytes(&self, part: &str) -> Result<(Vec<f32>, Vec<usize>)> {
-        self.values(part, NUMBERS_OR_BYTES)
-    }
-
-    fn values(&self, part: &str, kind: Kind) -> Result<(Vec<f32>, Vec<usize>)> {
-        let tensor = self.read(part, kind)?;
+        let tensor = self.stored(part, NUMBERS, &Device::Cpu)?;
         let dims = tensor.dims().to_vec();
-        Ok((tensor.flatten_all()?.to_vec1()?, dims))
+        let tensor = tensor.flatten_all()?;
+        let (storage, layout) = tensor.storage_and_layout();
+        let values = match (&*storage, layout.contiguous_offsets()) {
+            (Storage::Cpu(CpuStorage::F16(values)), Some((start, end))) => {
+                parallel::map(&values[start..end], |value| value.to_f32())
+            }
+            (Storage::Cpu(CpuStorage::BF16(values)), Some((start, end))) => {
+                parallel::map(&values[start..end], |value| value.to_f32())
+            }
+            _ => tensor.to_dtype(DType::F32)?.to_vec1()?,
+        };
+        Ok((values, dims))
+    }
+
+    /// Numbers, or bytes, whichever is stored, and their shape.
+    pub fn numbers_or_bytes(&self, part: &str) -> Result<(Stored, Vec<usize>)> {
+        let tensor = self.stored(part, NUMBERS_OR_BYTES, &Device::Cpu)?;
+        let dims = tensor.dims().to_vec();
+        let tensor = tensor.flatten_all()?;
+        Ok(match tensor.dtype() == BYTES.dtype {
+            true => (Stored::Bytes(tensor.to_vec1()?), dims),
+            false => (Stored::Numbers(self.numbers(part)?.0), dims),
+        })
     }
 
     /// Numbers `[groups, rows]` as `[rows, groups]`, for any count of groups that `cols` divides by.
@@ -290,25 +326,66 @@ impl<'a> Tensors<'a> {
     }
 }
 
+/// What `change` makes of the bits of e4m3 floats.
+///
+/// # Errors
+/// If the tensor has another dtype.
+pub fn bits<T: Send + Clone + Default>(
+    floats: &Tensor,
+    change: impl Fn(u8) -> T + Sync,
+) -> Result<Vec<T>> {
+    let floats = floats.to_device(&Device::Cpu)?.flatten_all()?;
+    let (storage, layout) = floats.storage_and_layout();
+    match (&*storage, layout.contiguous_offsets()) {
+        (Storage::Cpu(CpuStorage::F8E4M3(floats)), Some((start, end))) => {
+            Ok(parallel::map(&floats[start..end], |float| {
+                change(float.to_bits())
+            }))
+        }
+        _ => bail!("{:?} floats, expected f8e4m3", floats.dtype()),
+    }
+}
+
 /// `[rows, cols]` as `[cols, rows]`.
-pub fn transposed<T: Copy>(values: &[T], rows: usize, cols: usize) -> Vec<T> {
-    let column = |c: usize| (0..rows).map(move |r| values[r * cols + c]);
-    (0..cols).flat_map(column).collect()
+pub fn transposed<T: Copy + Send + Sync + Default>(
+    values: &[T],
+    rows: usize,
+    cols: usize,
+) -> Vec<T> {
+    let mut out = vec![T::default(); rows * cols];
+    pool::for_rows(&mut out, rows, GRAIN, |first, part| {
+        let count = part.len() / rows;
+        // Rows in whose cache lines the next columns are, too.
+        for tile in (0..rows).step_by(TILE) {
+            for col in 0..count {
+                let out = &mut part[col * rows..][tile..rows.min(tile + TILE)];
+                for (row, value) in (tile..).zip(out) {
+                    *value = values[row * cols + first + col];
+                }
+            }
+        }
+    });
+    out
 }
 
 /// Fields of words, low bits first: `[.., words]` as `[.., words * 32 / bits]`.
 pub fn fields(words: &[u32], bits: u32) -> Vec<u8> {
-    let mask = (1 << bits) - 1;
-    let of = |word: &u32| {
-        let word = *word;
-        (0..32 / bits).map(move |i| (word >> (i * bits) & mask) as u8)
-    };
-    words.iter().flat_map(of).collect()
+    let (mask, in_word) = ((1 << bits) - 1, (32 / bits) as usize);
+    let mut out = vec![0u8; words.len() * in_word];
+    pool::for_rows(&mut out, in_word, 1 << 14, |first, part| {
+        for (word, fields) in words[first..].iter().zip(part.chunks_exact_mut(in_word)) {
+            for (i, field) in (0..).zip(fields) {
+                *field = (word >> (i * bits) & mask) as u8;
+            }
+        }
+    });
+    out
 }
 
-/// Codes `[rows, cols]` out of their words.
+/// Codes `[rows, cols]` out of their words, signed ones plus 128.
 pub fn unpack(words: &[u32], (rows, cols): (usize, usize), layout: WordLayout) -> Vec<u8> {
     let mask = (1 << layout.bits) - 1;
+    let flip = if layout.signed { 0x80 } else { 0 };
     let mut codes = vec![0u8; rows * cols];
     pool::for_rows(&mut codes, cols, GRAIN, |first, part| {
         let count = part.len() / cols;
@@ -318,7 +395,7 @@ pub fn unpack(words: &[u32], (rows, cols): (usize, usize), layout: WordLayout) -
                 let out = &mut part[row * cols + tile..row * cols + end];
                 for (col, code) in (tile..).zip(out) {
                     let (word, shift) = layout.place(first + row, col);
-                    *code = (words[word] >> shift & mask) as u8;
+                    *code = (words[word] >> shift & mask) as u8 ^ flip;
                 }
             }
         }

@@ -1,5 +1,6 @@
 //! A quantized matrix out of its packing, before it gets a format of the crate's own.
 
+use crate::cpu::parallel;
 use crate::nn::pack::{blocks_on_device, on_device};
 use crate::nn::{InputOrder, LinearWeight};
 use crate::quant::{Codes, Scheme, TernaryScale};
@@ -133,7 +134,10 @@ impl Unpacked {
         if let Some(zeros) = self.zeros.as_ref().filter(|zeros| zeros.len() != count) {
             bail!("zero points: {} given, expected {count}", zeros.len());
         }
-        if let Some(scale) = self.scales.iter().find(|scale| !scale.is_finite()) {
+        let is_number = |scale: &f32| scale.is_finite();
+        if !parallel::all(&self.scales, is_number)
+            && let Some(scale) = self.scales.iter().find(|scale| !is_number(scale))
+        {
             bail!("scales: {scale}, expected a number");
         }
         Ok(cols / groups)
@@ -217,11 +221,13 @@ impl Unpacked {
 
     fn into_int4(self, group: usize) -> Result<Codes> {
         let shell = self.int4(group)?;
-        if let Some(q) = self.codes.iter().find(|q| **q > 15) {
+        if !parallel::all(&self.codes, |q| *q <= 15)
+            && let Some(q) = self.codes.iter().find(|q| **q > 15)
+        {
             bail!("codes: {q}, expected 0 to 15");
         }
         Ok(Codes {
-            codes: self.codes.into_iter().map(|q| q as i8).collect(),
+            codes: parallel::map(&self.codes, |q| *q as i8),
             ..shell
         })
     }
@@ -237,14 +243,14 @@ impl Unpacked {
         let times = group / ours;
         let middle = self.middle();
         let zeros = self.zeros.as_ref();
-        let zeros = zeros.filter(|z| z.iter().any(|z| *z != middle));
+        let zeros = zeros.filter(|z| !parallel::all(z, |z| *z == middle));
         let zeros = match zeros {
             Some(zeros) => {
                 if let Some(z) = zeros.iter().find(|z| **z > 15) {
                     bail!("zero points: {z}, expected 0 to 15");
                 }
                 // The crate's are in sixteenths.
-                repeated(&zeros.iter().map(|z| 16 * z).collect::<Vec<_>>(), times)
+                repeated(parallel::map(zeros, |z| 16 * z), times)
             }
             None => Vec::new(),
         };
@@ -257,7 +263,7 @@ impl Unpacked {
             rows: self.rows,
             cols: self.cols,
             codes: Vec::new(),
-            scales: repeated(&scales, times),
+            scales: repeated(scales, times),
             zeros,
             group_scales: Vec::new(),
         })
@@ -273,7 +279,7 @@ impl Unpacked {
             },
             rows: self.rows,
             cols: self.cols,
-            codes: self.codes.into_iter().map(|q| q as i8 - 1).collect(),
+            codes: parallel::map(&self.codes, |q| *q as i8 - 1),
             scales: self.scales,
             zeros: Vec::new(),
             group_scales: Vec::new(),
@@ -292,7 +298,7 @@ impl Unpacked {
     fn into_int8(self) -> Result<Codes> {
         let shell = self.int8()?;
         Ok(Codes {
-            codes: self.codes.into_iter().map(signed).collect(),
+            codes: parallel::map(&self.codes, |q| signed(*q)),
             ..shell
         })
     }
@@ -336,19 +342,23 @@ fn signed(code: u8) -> i8 {
 
 /// Scales that f16 holds; tiny ones in its steps.
 fn halves(scales: &[f32]) -> Result<Vec<f32>> {
-    let half = |scale: &f32| {
-        let half = f16::from_f32(*scale).to_f32();
-        match half == *scale || scale.abs() < NORMAL {
-            true => Ok(half),
-            false => bail!("scales: {scale}, expected an f16"),
-        }
-    };
-    scales.iter().map(half).collect()
+    let half = |scale: &f32| f16::from_f32(*scale).to_f32();
+    let is_half = |scale: &f32| half(scale) == *scale || scale.abs() < NORMAL;
+    if !parallel::all(scales, is_half)
+        && let Some(scale) = scales.iter().find(|scale| !is_half(scale))
+    {
+        bail!("scales: {scale}, expected an f16");
+    }
+    Ok(parallel::map(scales, half))
 }
 
-fn repeated<T: Copy>(values: &[T], times: usize) -> Vec<T> {
-    let each = |value: &T| std::iter::repeat_n(*value, times);
-    values.iter().flat_map(each).collect()
+/// Each value so many times.
+fn repeated<T: Copy>(values: Vec<T>, times: usize) -> Vec<T> {
+    let each = |value: T| std::iter::repeat_n(value, times);
+    match times {
+        1 => values,
+        _ => values.into_iter().flat_map(each).collect(),
+    }
 }
 
 /// Where each of the rows `[3, heads, ..]` is among `[heads, 3, ..]`.

@@ -42,7 +42,7 @@ fn check(
             table[code] * scales[at / size]
         })
         .collect();
-    let codes = stored.codes();
+    let codes = stored.kept().map(|kept| kept.into_codes().unwrap());
     assert_eq!(codes.is_some(), is_kept, "{rows}x{cols} by {size}");
     let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
     if let Some(codes) = codes {

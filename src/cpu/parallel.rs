@@ -1,0 +1,61 @@
+//! Passes over many values, shared out among the threads of the pool.
+
+use super::pool;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Values that a task takes at least.
+const GRAIN: usize = 1 << 16;
+
+/// Values between two looks at whether to go on. They are taken without a branch, so that the loop vectorizes.
+const STEP: usize = 1 << 10;
+
+/// Whether `test` holds for all values.
+pub(crate) fn all<T: Sync>(values: &[T], test: impl Fn(&T) -> bool + Sync) -> bool {
+    let failed = AtomicBool::new(false);
+    pool::for_ranges(values.len(), GRAIN, |range| {
+        for some in values[range].chunks(STEP) {
+            if failed.load(Ordering::Relaxed) {
+                return;
+            }
+            if !some.iter().fold(true, |all, value| all & test(value)) {
+                failed.store(true, Ordering::Relaxed);
+            }
+        }
+    });
+    !failed.into_inner()
+}
+
+/// What `change` makes of each value.
+pub(crate) fn map<T: Sync, U: Send + Clone + Default>(
+    values: &[T],
+    change: impl Fn(&T) -> U + Sync,
+) -> Vec<U> {
+    let mut changed = vec![U::default(); values.len()];
+    pool::for_rows(&mut changed, 1, GRAIN, |first, part| {
+        for (to, value) in part.iter_mut().zip(&values[first..]) {
+            *to = change(value);
+        }
+    });
+    changed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{GRAIN, all, map};
+
+    #[test]
+    fn every_value_is_taken() {
+        let values: Vec<usize> = (0..3 * GRAIN + 5).collect();
+        assert!(
+            map(&values, |v| v + 1)
+                .iter()
+                .copied()
+                .eq(1..values.len() + 1)
+        );
+        for at in [0, GRAIN - 1, GRAIN, values.len() - 1] {
+            assert!(!all(&values, |v| *v != at));
+        }
+        assert!(all(&values, |v| *v < values.len()));
+        assert!(all::<u8>(&[], |_| false) && map::<u8, u8>(&[], |v| *v).is_empty());
+    }
+}
