@@ -156,7 +156,12 @@ pub fn run(place: &Place, args: &Args, budget: &Budget) -> Result<Vec<ModelRun>>
             line(run, compared.unwrap_or(0));
         }
         let seconds = started.elapsed().as_secs_f64();
-        println!("{:<40}loaded and measured in {seconds:.0} s", "");
+        let loads = measured.iter().map(|run| format!("{:.2}", run.last.load));
+        let loads = loads.collect::<Vec<_>>().join(", ");
+        println!(
+            "{:<40}loaded in {loads} s, with all measurements {seconds:.0} s",
+            ""
+        );
         runs.extend(measured);
     }
     Ok(runs)

@@ -5,10 +5,7 @@ use super::abi::{
     MAX_SOURCES, NarrowParams, ROW_GROUP, RepackParams,
 };
 use super::packed::{self, PackedAt, PackedLayout, ValuesOf, line, values};
-use super::{
-    Address, GpuSpec, Grid, Launcher, Module, address, address_of, alloc, dtype_index, fatbin,
-    upload_tensor,
-};
+use super::{Address, GpuSpec, Grid, Launcher, Module, address, alloc, dtype_index, fatbin};
 use crate::quant::{BlockFormat, Codes, Format};
 use candle_core::op::BackpropOp;
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -122,8 +119,8 @@ impl BlockMatrix {
         let format = BlockFormat::of(dtype)?;
         format.check_matrix(rows, cols, blocks)?;
         let cuda = cuda_device(device)?;
-        let raw = upload_tensor(blocks, DType::U8, &[blocks.len()], cuda)?;
-        let at = address_of(&raw)?;
+        let raw = super::upload_tensor(blocks, DType::U8, &[blocks.len()], cuda)?;
+        let at = super::address_of(&raw)?;
         // SAFETY: the bytes are those of the matrix, and are freed in the order of the stream.
         unsafe { Self::repack(format, rows, cols, at, device) }
     }

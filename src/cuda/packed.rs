@@ -9,12 +9,13 @@ use super::abi::{
 use super::words::WordsOnDevice;
 use super::{
     Address, Grid, Launcher, Module, address, address_of, alloc, dtype_index, fatbin, upload,
-    zeros_before_launch,
+    upload_rows, zeros_before_launch,
 };
 use crate::quant::words::Words;
 use crate::quant::{Codes, NVFP4_GROUP, Scheme};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Error, Layout, Result, Tensor, bail};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 const OP: &str = "quant_linear";
 
@@ -224,6 +225,45 @@ impl PackedLayout {
         })
     }
 
+    /// Uploads and packs codes that `read` writes row by row, from a first row on: `codes` has none.
+    ///
+    /// # Errors
+    /// As [`Self::upload`].
+    pub fn upload_rows(
+        &self,
+        codes: &Codes,
+        read: impl Fn(usize, &mut [i8]) + Sync,
+        device: &CudaDevice,
+    ) -> Result<CudaStorage> {
+        codes.check_scales()?;
+        let (low, high) = self.scheme.code_range();
+        let unknown = AtomicBool::new(false);
+        let data = self.pack(codes, device, |first, rows| {
+            // SAFETY: any bits are an i8, and all are written below.
+            let plain = Plain::Own(unsafe { device.alloc::<i8>(rows * self.cols)? });
+            let fill = |row: usize, out: &mut [u8]| {
+                let row = first + row;
+                let out = as_codes(out);
+                read(row, out);
+                planes::zero_where_scales_are(codes, row, out);
+                let known = |all, q: &i8| all & (low <= *q) & (*q <= high);
+                if !out.iter().fold(true, known) {
+                    unknown.store(true, Relaxed);
+                }
+            };
+            // SAFETY: the allocation has room for so many codes.
+            unsafe { upload_rows(plain.address(), (rows, self.cols), device, fill)? };
+            Ok(plain)
+        })?;
+        match unknown.into_inner() {
+            true => bail!(
+                "codes: one is not in {low} to {high}, as those of {} are",
+                self.scheme
+            ),
+            false => Ok(data),
+        }
+    }
+
     /// Packs codes that are on the device already, a byte each from `plain` on: `codes` has none.
     ///
     /// # Safety
@@ -307,6 +347,12 @@ impl PackedLayout {
         upload(self.zeros(codes), self.zeros_at())?;
         Ok(data)
     }
+}
+
+/// Bytes as codes, which are signed.
+fn as_codes(bytes: &mut [u8]) -> &mut [i8] {
+    // SAFETY: both types have one byte, of any bits.
+    unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), bytes.len()) }
 }
 
 /// Whether a NaN is among e4m3 floats on a GPU, which is waited for.

@@ -43,6 +43,17 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.words, self.len) }
     }
 
+    /// The words as bytes, for a host that has them alone.
+    ///
+    /// # Safety
+    /// The GPU neither reads nor writes them while the result lives.
+    pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
+        let bytes = self.len * size_of::<u32>();
+        // SAFETY: the memory holds so many initialised bytes for as long as `self` lives, which nobody else borrows; the
+        // rest is the caller's.
+        unsafe { std::slice::from_raw_parts_mut(self.words.cast(), bytes) }
+    }
+
     /// Copies `words` words from the GPU to word `at`, in the order of the stream.
     ///
     /// # Errors

@@ -74,75 +74,98 @@ impl Staging {
     }
 }
 
-/// Where a part begins, for several threads.
-struct Start(*mut u8);
-
-// SAFETY: it stands for a part, of which the callers of `write` have disjoint ranges.
-unsafe impl Sync for Start {}
-
-impl Start {
-    /// # Safety
-    /// There is room for `bytes` from `at` on, which no other thread accesses.
-    unsafe fn write(&self, at: usize, bytes: &[u8]) {
-        // SAFETY: the caller's.
-        unsafe {
-            bytes
-                .as_ptr()
-                .copy_to_nonoverlapping(self.0.add(at), bytes.len())
-        };
-    }
-}
-
 impl Part {
-    /// Has the GPU copy `bytes`, up to a part of them, by way of this.
+    /// Fills `bytes` bytes with rows of `width`, as `fill` writes those from a row on, and has the GPU copy them.
     ///
     /// # Safety
-    /// `to` has room for them until the device's stream has passed this.
-    unsafe fn send(&mut self, to: Address, bytes: &[u8], device: &CudaDevice) -> Result<()> {
-        let start = Start(self.memory.words().as_ptr().cast_mut().cast());
-        pool::for_ranges(bytes.len(), GRAIN, |range| {
-            // SAFETY: ranges are disjoint and within the part, which the GPU has read.
-            unsafe { start.write(range.start, &bytes[range]) };
-        });
+    /// `to` has room for them until the device's stream has passed this, and the GPU has read what was here.
+    unsafe fn send(
+        &mut self,
+        to: Address,
+        (bytes, width): (usize, usize),
+        device: &CudaDevice,
+        fill: impl Fn(usize, &mut [u8]) + Sync,
+    ) -> Result<()> {
+        // SAFETY: the caller's.
+        let part = unsafe { &mut self.memory.bytes_mut()[..bytes] };
+        pool::for_rows(part, width, GRAIN.div_ceil(width), fill);
         let stream = device.cuda_stream();
-        // SAFETY: the part has so many bytes, and is not written to before the event below; the rest is the caller's.
-        unsafe {
-            self.memory
-                .copy_bytes_to(to, bytes.len(), stream.cu_stream())?
-        };
+        // SAFETY: nobody writes to the part before the event below has passed; the rest is the caller's.
+        unsafe { self.memory.copy_bytes_to(to, bytes, stream.cu_stream())? };
         self.read = Some(stream.record_event(None).map_err(Error::wrap)?);
         Ok(())
     }
 }
 
-/// Copies `bytes` to the GPU in the order of the device's stream. They may change once this has returned.
+/// Has all threads write rows of `width` bytes for the GPU, in the order of the device's stream: `fill` writes whole rows
+/// from the one that it is given on.
 ///
 /// # Safety
-/// `to` has room for them until the stream has passed this.
+/// `to` has room for the rows until the stream has passed this.
 ///
 /// # Errors
 /// If the driver refuses a copy.
-pub(crate) unsafe fn upload(to: Address, bytes: &[u8], device: &CudaDevice) -> Result<()> {
-    let (mut to, mut left) = (to, bytes);
+pub(crate) unsafe fn upload_rows(
+    to: Address,
+    (rows, width): (usize, usize),
+    device: &CudaDevice,
+    fill: impl Fn(usize, &mut [u8]) + Sync,
+) -> Result<()> {
     let gpu = Gpu::of(device)?;
-    if bytes.len() >= LEAST
-        && let Some(mut staging) = Staging::of(gpu)
-    {
-        while !left.is_empty()
-            && let Some(part) = staging.next(gpu)?
-        {
-            let (some, rest) = left.split_at(left.len().min(PART));
-            // SAFETY: the caller's.
-            unsafe { part.send(to, some, device)? };
-            to += some.len() as Address;
-            left = rest;
+    let mut staging = match width <= PART {
+        true => Staging::of(gpu),
+        false => None,
+    };
+    let step = (PART / width.max(1)).max(1);
+    let mut pageable = Vec::new();
+    for first in (0..rows).step_by(step) {
+        let bytes = step.min(rows - first) * width;
+        let to = to + (first * width) as Address;
+        let fill = |row: usize, out: &mut [u8]| fill(first + row, out);
+        let part = match staging.as_mut() {
+            Some(staging) => staging.next(gpu)?,
+            None => None,
+        };
+        if let Some(part) = part {
+            // SAFETY: the caller's; the part has been read.
+            unsafe { part.send(to, (bytes, width), device, fill)? };
+            continue;
         }
+        pageable.resize(bytes, 0);
+        pool::for_rows(&mut pageable, width, GRAIN.div_ceil(width), fill);
+        // SAFETY: the caller's.
+        unsafe { copy(to, &pageable, device)? };
     }
-    if left.is_empty() {
+    Ok(())
+}
+
+/// Copies `bytes` to the GPU in the order of the device's stream. They may change once this has returned.
+///
+/// # Safety
+/// As [`upload_rows`].
+///
+/// # Errors
+/// As there.
+pub(crate) unsafe fn upload(to: Address, bytes: &[u8], device: &CudaDevice) -> Result<()> {
+    if bytes.len() < LEAST {
+        // SAFETY: the caller's.
+        return unsafe { copy(to, bytes, device) };
+    }
+    let fill = |first: usize, out: &mut [u8]| out.copy_from_slice(&bytes[first..][..out.len()]);
+    // SAFETY: the caller's.
+    unsafe { upload_rows(to, (bytes.len(), 1), device, fill) }
+}
+
+/// Has the driver copy memory that is not page-locked, which it has read when this returns.
+///
+/// # Safety
+/// As [`upload_rows`].
+unsafe fn copy(to: Address, bytes: &[u8], device: &CudaDevice) -> Result<()> {
+    if bytes.is_empty() {
         return Ok(());
     }
-    // SAFETY: the caller's; the driver has read memory that is not page-locked when the call returns.
-    unsafe { result::memcpy_htod_async(to, left, device.cuda_stream().cu_stream()) }
+    // SAFETY: the caller's.
+    unsafe { result::memcpy_htod_async(to, bytes, device.cuda_stream().cu_stream()) }
         .map_err(Error::wrap)
 }
 

@@ -14,7 +14,7 @@ use super::shape::{Head, Shape};
 use super::weights::{Loader, Source, arranged};
 use crate::Fusion;
 use crate::cpu::packed::PackedMatrix;
-use crate::nn::pack::{dense, named, on_device, pack};
+use crate::nn::pack::{dense, named, pack, packed_on_device};
 use crate::nn::recipe::{Progress, Quantization, Recipe};
 use crate::nn::{Embedding, LinearWeight, Projection};
 use crate::ops::Weight;
@@ -391,7 +391,7 @@ fn finished(
     }
     match matrix.device() {
         Device::Cpu => Ok(Weight::Packed(Arc::clone(done))),
-        device => on_device(&done.to_codes()?, device),
+        device => packed_on_device(done, device),
     }
 }
 

@@ -64,6 +64,16 @@ pub(crate) fn on_device(codes: &Codes, device: &Device) -> Result<Weight> {
     }
 }
 
+/// A matrix that is packed for a CPU in the layout of another device.
+pub(crate) fn packed_on_device(packed: &PackedMatrix, device: &Device) -> Result<Weight> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        let matrix = BlockMatrix::from_packed(packed, device)?;
+        return Ok(Weight::Blocks(Arc::new(matrix)));
+    }
+    on_device(&packed.to_codes()?, device)
+}
+
 /// Codes that are still in words in the layout of a GPU, as [`BlockMatrix::from_words`].
 #[cfg(feature = "cuda")]
 pub(crate) fn words_on_device(

@@ -64,11 +64,7 @@ impl Codes {
         if rows.checked_mul(*cols) != Some(self.codes.len()) {
             bail!("codes: {} given for {rows} x {cols}", self.codes.len());
         }
-        let (low, high) = match scheme {
-            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (-128, 127),
-            Scheme::Nvfp4 | Scheme::Nf4 | Scheme::Int4 { .. } => (0, 15),
-            Scheme::Ternary { .. } => (-1, 1),
-        };
+        let (low, high) = scheme.code_range();
         let is_known = |q: &i8| (low..=high).contains(q);
         if !parallel::all(&self.codes, is_known)
             && let Some(at) = self.codes.iter().position(|q| !is_known(q))

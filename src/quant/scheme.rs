@@ -104,6 +104,15 @@ impl Scheme {
         }
     }
 
+    /// The least code and the greatest, of floats by their bits.
+    pub(crate) fn code_range(&self) -> (i8, i8) {
+        match self {
+            Scheme::Int8 | Scheme::Fp8 | Scheme::Fp8Block128 => (-128, 127),
+            Scheme::Nvfp4 | Scheme::Nf4 | Scheme::Int4 { .. } => (0, 15),
+            Scheme::Ternary { .. } => (-1, 1),
+        }
+    }
+
     /// Consecutive values of a row that share a scale, if that is not the whole row.
     pub fn group(&self) -> Option<usize> {
         match self {

@@ -4,10 +4,10 @@ use super::layout::{Layout, ROW_GROUP, SchemeBlock};
 use super::matrix::{PackedBuilder, PackedMatrix};
 use super::q8::TOGETHER;
 use super::store::{FileBytes, Store};
-use crate::cpu::pool;
 use crate::cpu::quantize::{largest_magnitude, quantize_part, sum_of_magnitudes};
+use crate::cpu::{parallel, pool};
 use crate::quant::{Codes, FP8_BLOCK, Format, NVFP4_GROUP, Scheme, TernaryScale};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -42,22 +42,23 @@ impl PackedMatrix {
             } => {
                 let mut sum = 0.;
                 for part in parts(rows, cols) {
-                    sum += sum_of_magnitudes(&widened(weight, part)?);
+                    sum += widened(weight, part, sum_of_magnitudes)?;
                 }
                 Some((sum / (rows * cols).max(1) as f64) as f32)
             }
             Scheme::Nvfp4 => {
                 let mut largest = 0f32;
                 for part in parts(rows, cols) {
-                    largest = largest.max(largest_magnitude(&widened(weight, part)?));
+                    largest = largest.max(widened(weight, part, largest_magnitude)?);
                 }
                 Some(largest)
             }
             _ => None,
         };
         for part in parts(rows, cols) {
-            let values = widened(weight, part.clone())?;
-            let codes = quantize_part(&values, &part, cols, scheme, whole)?;
+            let codes = widened(weight, part.clone(), |values| {
+                quantize_part(values, &part, cols, scheme, whole)
+            })??;
             builder.push_codes(&codes)?;
         }
         builder.finish()
@@ -133,6 +134,19 @@ impl PackedMatrix {
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     pub fn to_codes(&self) -> Result<Codes> {
+        let shell = self.without_codes()?;
+        let mut codes = vec![0i8; self.rows * self.cols];
+        pool::for_rows(&mut codes, self.cols, ROW_GROUP, |first, rows| {
+            self.read_codes(first, rows);
+        });
+        Ok(Codes { codes, ..shell })
+    }
+
+    /// The same without the codes themselves.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn without_codes(&self) -> Result<Codes> {
         let Format::Scheme(scheme) = self.format else {
             bail!("the matrix is {}, expected a scheme", self.format);
         };
@@ -141,7 +155,12 @@ impl PackedMatrix {
             Some(group) if scheme != Scheme::Nvfp4 => group / 32,
             _ => self.blocks(),
         };
-        let shell = Codes {
+        let height = match scheme {
+            Scheme::Fp8Block128 => FP8_BLOCK,
+            _ => 1,
+        };
+        let one = scheme.scale_count(self.rows, self.cols) == 1;
+        let mut codes = Codes {
             scheme,
             rows: self.rows,
             cols: self.cols,
@@ -150,26 +169,23 @@ impl PackedMatrix {
             zeros: Vec::new(),
             group_scales: Vec::new(),
         };
-        let height = match scheme {
-            Scheme::Fp8Block128 => FP8_BLOCK,
-            _ => 1,
-        };
-        let one = scheme.scale_count(self.rows, self.cols) == 1;
-        let parts = Mutex::new(Vec::new());
-        let mut all = vec![0i8; self.rows * self.cols];
-        pool::for_rows(&mut all, self.cols, ROW_GROUP, |first, rows| {
-            let (mut part, mut room) = (shell.clone(), Vec::new());
-            for (row, out) in (first..).zip(rows.chunks_exact_mut(self.cols)) {
+        let (parts, shell) = (Mutex::new(Vec::new()), codes.clone());
+        pool::for_ranges(self.rows, ROW_GROUP, |rows| {
+            let (first, mut part, mut room) = (rows.start, shell.clone(), Vec::new());
+            for row in rows {
                 let group = self.group(row / ROW_GROUP, &mut room);
-                for (block, out) in out.chunks_mut(32).enumerate() {
+                for block in 0..self.blocks() {
+                    let begins = block % unit == 0 && row.is_multiple_of(height);
+                    let has_scale = begins && (row == 0 || !one);
+                    if !has_scale && scheme != Scheme::Nvfp4 {
+                        continue;
+                    }
                     let read = layout.read_scheme(group, block, row % ROW_GROUP);
-                    out.copy_from_slice(&read.codes[..out.len()]);
                     if scheme == Scheme::Nvfp4 {
-                        let groups = out.len() / NVFP4_GROUP;
+                        let groups = 32.min(self.cols - 32 * block) / NVFP4_GROUP;
                         part.group_scales.extend(&read.others[..groups]);
                     }
-                    let begins = block % unit == 0 && row.is_multiple_of(height);
-                    if begins && (row == 0 || !one) {
+                    if has_scale {
                         part.scales.push(read.scale);
                         if scheme.has_zeros() {
                             part.zeros.push(read.others[0]);
@@ -177,23 +193,32 @@ impl PackedMatrix {
                     }
                 }
             }
-            parts
-                .lock()
-                .unwrap_or_else(|e| e.into_inner())
-                .push((first, part));
+            let mut parts = parts.lock().unwrap_or_else(|e| e.into_inner());
+            parts.push((first, part));
         });
         let mut parts = parts.into_inner().unwrap_or_else(|e| e.into_inner());
         parts.sort_by_key(|(first, _)| *first);
-        let mut codes = Codes {
-            codes: all,
-            ..shell
-        };
         for (_, part) in parts {
             codes.scales.extend(part.scales);
             codes.zeros.extend(part.zeros);
             codes.group_scales.extend(part.group_scales);
         }
         Ok(codes)
+    }
+
+    /// The codes of whole rows, from row `first` on, of a matrix of a [`Scheme`].
+    pub(crate) fn read_codes(&self, first: usize, rows: &mut [i8]) {
+        let Format::Scheme(scheme) = self.format else {
+            return;
+        };
+        let (layout, mut room) = (Layout::of_scheme(&scheme), Vec::new());
+        for (row, out) in (first..).zip(rows.chunks_exact_mut(self.cols)) {
+            let group = self.group(row / ROW_GROUP, &mut room);
+            for (block, out) in out.chunks_mut(32).enumerate() {
+                let read = layout.read_scheme(group, block, row % ROW_GROUP);
+                out.copy_from_slice(&read.codes[..out.len()]);
+            }
+        }
     }
 }
 
@@ -245,8 +270,22 @@ fn parts(rows: usize, cols: usize) -> impl Iterator<Item = Range<usize>> {
         .map(move |first| first..(first + some).min(rows))
 }
 
-/// Some rows of a matrix in f32.
-fn widened(weight: &Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
+/// What `take` makes of some rows of a matrix in f32.
+fn widened<T>(weight: &Tensor, rows: Range<usize>, take: impl FnOnce(&[f32]) -> T) -> Result<T> {
     let part = weight.narrow(0, rows.start, rows.len())?;
-    part.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+    let (storage, layout) = part.storage_and_layout();
+    if let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) {
+        match storage {
+            CpuStorage::F32(values) => return Ok(take(&values[start..end])),
+            CpuStorage::F16(values) => {
+                return Ok(take(&parallel::map(&values[start..end], |v| v.to_f32())));
+            }
+            CpuStorage::BF16(values) => {
+                return Ok(take(&parallel::map(&values[start..end], |v| v.to_f32())));
+            }
+            _ => {}
+        }
+    }
+    let values = part.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+    Ok(take(&values))
 }

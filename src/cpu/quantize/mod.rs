@@ -8,7 +8,7 @@ mod search;
 #[cfg(test)]
 mod tests;
 
-use crate::cpu::{pool, simd};
+use crate::cpu::{parallel, pool, simd};
 use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::{Result, bail};
 pub(crate) use floats::largest_magnitude;
@@ -81,7 +81,9 @@ fn check(weights: &[f32], rows: &Range<usize>, cols: usize, scheme: Scheme) -> R
         );
     }
     scheme.check(cols)?;
-    if let Some(at) = weights.iter().position(|w| !w.is_finite()) {
+    if !parallel::all(weights, |w| w.is_finite())
+        && let Some(at) = weights.iter().position(|w| !w.is_finite())
+    {
         bail!(
             "weights: {} at row {}, column {}, expected a finite number",
             weights[at],

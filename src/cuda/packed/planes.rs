@@ -172,17 +172,25 @@ pub(super) fn has_nan(codes: &[i8]) -> bool {
     !parallel::all(codes, |code| !e4m3::is_nan(*code as u8))
 }
 
-/// The codes, with zeros where a scale of NVFP4 is zero, since the kernels' scales are not.
+/// Puts zeros into rows from `row` on where a scale of NVFP4 is zero, since the kernels' scales are not.
+pub(super) fn zero_where_scales_are(codes: &Codes, row: usize, rows: &mut [i8]) {
+    if codes.group_scales.is_empty() {
+        return;
+    }
+    let scales = &codes.group_scales[row * (codes.cols / NVFP4_GROUP)..];
+    for (b, group) in scales.iter().zip(rows.chunks_exact_mut(NVFP4_GROUP)) {
+        if *b == 0 {
+            group.fill(0);
+        }
+    }
+}
+
+/// The codes, with zeros where a scale of NVFP4 is zero.
 pub(super) fn zeroed_where_scales_are(codes: &Codes) -> Cow<'_, [i8]> {
     if parallel::all(&codes.group_scales, |b| *b != 0) {
         return Cow::Borrowed(&codes.codes);
     }
     let mut all = codes.codes.clone();
-    let groups = all.chunks_exact_mut(NVFP4_GROUP);
-    for (b, group) in codes.group_scales.iter().zip(groups) {
-        if *b == 0 {
-            group.fill(0);
-        }
-    }
+    zero_where_scales_are(codes, 0, &mut all);
     Cow::Owned(all)
 }

@@ -28,7 +28,9 @@
 //! that the last row group lacks are zeros.
 
 use crate::cpu::packed::{FileBytes, PackedMatrix};
-use crate::nn::pack::{dense, named, on_device};
+#[cfg(feature = "cuda")]
+use crate::cuda::upload_tensor;
+use crate::nn::pack::{dense, named, packed_on_device};
 use crate::ops::Weight;
 use crate::quant::Scheme;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
@@ -281,7 +283,7 @@ impl QuantizedFile {
         if device.is_cpu() {
             return Ok(Weight::Packed(Arc::new(packed)));
         }
-        named(name, on_device(&packed.to_codes()?, device))
+        named(name, packed_on_device(&packed, device))
     }
 
     /// A tensor that is not quantized, in `dtype` on `device`.
@@ -294,7 +296,14 @@ impl QuantizedFile {
                 range,
                 kind: Kind::Dense(stored, shape),
             }) => {
-                Tensor::from_raw_buffer(&self.bytes[range.clone()], *stored, shape, &Device::Cpu)?
+                let bytes = &self.bytes[range.clone()];
+                #[cfg(feature = "cuda")]
+                if let Device::Cuda(cuda) = device
+                    && *stored == dtype
+                {
+                    return upload_tensor(bytes, dtype, shape, cuda);
+                }
+                Tensor::from_raw_buffer(bytes, *stored, shape, &Device::Cpu)?
                     .to_dtype(dtype)?
                     .to_device(device)
             }
