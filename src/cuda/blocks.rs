@@ -171,7 +171,7 @@ impl BlockMatrix {
 
     /// # Safety
     /// `blocks` is the address of rows x cols values, until the device's stream has passed this.
-    unsafe fn repack(
+    pub(super) unsafe fn repack(
         format: BlockFormat,
         rows: usize,
         cols: usize,

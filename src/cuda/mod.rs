@@ -6,7 +6,7 @@
 
 pub(crate) mod abi;
 mod blocks;
-mod blocks_from_words;
+mod blocks_from;
 mod counters;
 mod force;
 mod gpu;
@@ -54,4 +54,4 @@ pub(crate) use rows::{PIECES, Rows, UNALIGNED};
 pub(crate) use scratch::Scratch;
 pub use table::KernelInfo;
 pub(crate) use table::describe;
-pub(crate) use upload::{upload, upload_rows, upload_tensor};
+pub(crate) use upload::{upload, upload_from, upload_rows, upload_tensor};

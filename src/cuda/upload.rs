@@ -10,7 +10,8 @@ use super::pinned::Pinned;
 use crate::cpu::pool;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, result};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, DType, Error, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, Storage, Tensor, bail};
+use std::io::Read;
 use std::sync::{Mutex, MutexGuard};
 
 const OP: &str = "upload";
@@ -75,26 +76,66 @@ impl Staging {
 }
 
 impl Part {
-    /// Fills `bytes` bytes with rows of `width`, as `fill` writes those from a row on, and has the GPU copy them.
+    /// Has the GPU copy `bytes` bytes, which `fill` writes.
     ///
     /// # Safety
     /// `to` has room for them until the device's stream has passed this, and the GPU has read what was here.
     unsafe fn send(
         &mut self,
         to: Address,
-        (bytes, width): (usize, usize),
+        bytes: usize,
         device: &CudaDevice,
-        fill: impl Fn(usize, &mut [u8]) + Sync,
+        fill: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
         // SAFETY: the caller's.
-        let part = unsafe { &mut self.memory.bytes_mut()[..bytes] };
-        pool::for_rows(part, width, GRAIN.div_ceil(width), fill);
+        fill(unsafe { &mut self.memory.bytes_mut()[..bytes] })?;
         let stream = device.cuda_stream();
         // SAFETY: nobody writes to the part before the event below has passed; the rest is the caller's.
         unsafe { self.memory.copy_bytes_to(to, bytes, stream.cu_stream())? };
         self.read = Some(stream.record_event(None).map_err(Error::wrap)?);
         Ok(())
     }
+}
+
+/// Has `fill` write `count` units of `size` bytes for the GPU, in the order of the device's stream: some at a time, from the
+/// first one to the last.
+///
+/// # Safety
+/// `to` has room for them until the stream has passed this.
+///
+/// # Errors
+/// If the driver refuses a copy, or those of `fill`.
+unsafe fn upload_parts(
+    to: Address,
+    (count, size): (usize, usize),
+    device: &CudaDevice,
+    mut fill: impl FnMut(usize, &mut [u8]) -> Result<()>,
+) -> Result<()> {
+    let gpu = Gpu::of(device)?;
+    let mut staging = match size <= PART {
+        true => Staging::of(gpu),
+        false => None,
+    };
+    let step = (PART / size.max(1)).max(1);
+    let mut pageable = Vec::new();
+    for first in (0..count).step_by(step) {
+        let bytes = step.min(count - first) * size;
+        let to = to + (first * size) as Address;
+        let part = match staging.as_mut() {
+            Some(staging) => staging.next(gpu)?,
+            None => None,
+        };
+        if let Some(part) = part {
+            // SAFETY: the caller's; the part has been read.
+            unsafe { part.send(to, bytes, device, |part| fill(first, part))? };
+            continue;
+        }
+        pageable.resize(bytes, 0);
+        fill(first, &mut pageable)?;
+        // SAFETY: the caller's.
+        unsafe { copy(to, &pageable, device)? };
+    }
+    Ok(())
 }
 
 /// Has all threads write rows of `width` bytes for the GPU, in the order of the device's stream: `fill` writes whole rows
@@ -111,32 +152,30 @@ pub(crate) unsafe fn upload_rows(
     device: &CudaDevice,
     fill: impl Fn(usize, &mut [u8]) + Sync,
 ) -> Result<()> {
-    let gpu = Gpu::of(device)?;
-    let mut staging = match width <= PART {
-        true => Staging::of(gpu),
-        false => None,
+    let all = |first: usize, part: &mut [u8]| {
+        pool::for_rows(part, width, GRAIN.div_ceil(width), |row, rows| {
+            fill(first + row, rows);
+        });
+        Ok(())
     };
-    let step = (PART / width.max(1)).max(1);
-    let mut pageable = Vec::new();
-    for first in (0..rows).step_by(step) {
-        let bytes = step.min(rows - first) * width;
-        let to = to + (first * width) as Address;
-        let fill = |row: usize, out: &mut [u8]| fill(first + row, out);
-        let part = match staging.as_mut() {
-            Some(staging) => staging.next(gpu)?,
-            None => None,
-        };
-        if let Some(part) = part {
-            // SAFETY: the caller's; the part has been read.
-            unsafe { part.send(to, (bytes, width), device, fill)? };
-            continue;
-        }
-        pageable.resize(bytes, 0);
-        pool::for_rows(&mut pageable, width, GRAIN.div_ceil(width), fill);
-        // SAFETY: the caller's.
-        unsafe { copy(to, &pageable, device)? };
-    }
-    Ok(())
+    // SAFETY: the caller's.
+    unsafe { upload_parts(to, (rows, width), device, all) }
+}
+
+/// Reads so many bytes of a file, which go to the GPU as they come.
+///
+/// # Errors
+/// If there are fewer, or the device's memory does not suffice.
+pub(crate) fn upload_from(
+    reader: &mut impl Read,
+    bytes: usize,
+    device: &CudaDevice,
+) -> Result<Tensor> {
+    let (data, to) = room(DType::U8, bytes, device)?;
+    let read = |_: usize, part: &mut [u8]| Ok(reader.read_exact(part)?);
+    // SAFETY: the allocation has room for as many, and is used and freed on the stream.
+    unsafe { upload_parts(to, (bytes, 1), device, read)? };
+    Ok(tensor(data, &[bytes]))
 }
 
 /// Copies `bytes` to the GPU in the order of the device's stream. They may change once this has returned.
@@ -183,10 +222,19 @@ pub(crate) fn upload_tensor(
     if bytes.len() != count * dtype.size_in_bytes() {
         bail!("{OP}: {} bytes for {shape:?} of {dtype:?}", bytes.len());
     }
-    let data = alloc(OP, device, dtype, count)?;
-    let to = address(&data, &Layout::contiguous(count))?;
+    let (data, to) = room(dtype, count, device)?;
     // SAFETY: the allocation has room for as many, and is used and freed on the stream.
     unsafe { upload(to, bytes, device)? };
-    let (storage, none) = (Storage::Cuda(data), BackpropOp::none());
-    Ok(Tensor::from_storage(storage, shape, none, false))
+    Ok(tensor(data, shape))
+}
+
+/// Memory for so many elements, all of which are to be written, and its address.
+fn room(dtype: DType, count: usize, device: &CudaDevice) -> Result<(CudaStorage, Address)> {
+    let data = alloc(OP, device, dtype, count)?;
+    let to = address(&data, &Layout::contiguous(count))?;
+    Ok((data, to))
+}
+
+fn tensor(data: CudaStorage, shape: &[usize]) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(data), shape, BackpropOp::none(), false)
 }

@@ -146,13 +146,36 @@ impl<R: Seek + Read> File<'_, R> {
         }
     }
 
-    /// Packs a matrix as it is read, so that its blocks are never held as a whole.
-    fn read(
+    /// A matrix on a GPU, where blocks go as they are read, if they are to stay blocks and the file has its shape.
+    #[cfg(feature = "cuda")]
+    fn on_gpu(&mut self, name: &str, rows: usize, cols: usize) -> Result<Option<Arc<BlockMatrix>>> {
+        let stay = self.multiplies_blocks && self.device.is_cuda();
+        let (dtype, start) = match self.ct.tensor_infos.get(name) {
+            Some(info) if stay && info.shape.dims() == [rows, cols] => (
+                info.ggml_dtype,
+                self.ct.tensor_data_offset.saturating_add(info.offset),
+            ),
+            _ => return Ok(None),
+        };
+        if !quant::supports(dtype) {
+            return Ok(None);
+        }
+        let matrix = self
+            .seek_blocks(dtype, (rows, cols), start)
+            .and_then(|_| BlockMatrix::read(dtype, (rows, cols), self.reader, self.device));
+        match matrix {
+            Ok(matrix) => Ok(Some(Arc::new(matrix))),
+            Err(e) => bail!("gguf: tensor `{name}`: {e}"),
+        }
+    }
+
+    /// Goes to where a matrix begins, and gives the bytes of a row.
+    fn seek_blocks(
         &mut self,
         dtype: GgmlDType,
         (rows, cols): (usize, usize),
         start: u64,
-    ) -> Result<PackedMatrix> {
+    ) -> Result<usize> {
         let row = BlockFormat::of(dtype)?.row_bytes(cols)?;
         let end = self.reader.seek(SeekFrom::End(0))?;
         let there = end.saturating_sub(start);
@@ -162,9 +185,20 @@ impl<R: Seek + Read> File<'_, R> {
         {
             bail!("{rows} rows of {row} bytes, but {there} are left; the file may be cut short");
         }
+        self.reader.seek(SeekFrom::Start(start))?;
+        Ok(row)
+    }
+
+    /// Packs a matrix as it is read, so that its blocks are never held as a whole.
+    fn read(
+        &mut self,
+        dtype: GgmlDType,
+        (rows, cols): (usize, usize),
+        start: u64,
+    ) -> Result<PackedMatrix> {
+        let row = self.seek_blocks(dtype, (rows, cols), start)?;
         let mut builder = PackedMatrix::builder(dtype, rows, cols)?;
         let step = (PART / row).max(1).next_multiple_of(ROW_GROUP);
-        self.reader.seek(SeekFrom::Start(start))?;
         for first in (0..rows).step_by(step) {
             let some = step.min(rows - first);
             self.part.resize(some * row, 0);
@@ -235,6 +269,10 @@ impl<R: Seek + Read> Source for File<'_, R> {
         if let Some(weight) = self.packed(tensor, rows, cols)? {
             return Ok(LinearWeight::Packed(Weight::Packed(weight)));
         }
+        #[cfg(feature = "cuda")]
+        if let Some(blocks) = self.on_gpu(tensor, rows, cols)? {
+            return Ok(LinearWeight::Packed(Weight::Blocks(blocks)));
+        }
         let weight = self.blocks(tensor, rows, cols)?;
         let stays = self.multiplies_blocks && quant::supports(weight.dtype());
         match self.dtype {
@@ -259,6 +297,10 @@ impl<R: Seek + Read> Source for File<'_, R> {
         if let Some(table) = self.packed(tensor, rows, cols)? {
             let head = tied.map(|_| Projection::from_packed(vec![table.clone()], fusion));
             return Ok((Embedding::from_packed(table, self.dtype)?, head));
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(blocks) = self.on_gpu(tensor, rows, cols)? {
+            return of_blocks(blocks, self.dtype, tied.is_some(), fusion);
         }
         embedding_and_head(
             self.blocks(tensor, rows, cols)?,
@@ -289,9 +331,7 @@ pub fn embedding_and_head(
     #[cfg(feature = "cuda")]
     if fusion.quant_linear && quant::supports(table.dtype()) && table.device().is_cuda() {
         let blocks = Arc::new(BlockMatrix::from_qtensor(&table)?);
-        let weight = Weight::Blocks(blocks.clone());
-        let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
-        return Ok((Embedding::from_blocks(blocks, dtype)?, head));
+        return of_blocks(blocks, dtype, tied, fusion);
     }
     let dense = numbers(&table, dtype)?;
     let weight = match dtype {
@@ -303,4 +343,17 @@ pub fn embedding_and_head(
         .then(|| Projection::new(vec![weight], None, fusion))
         .transpose()?;
     Ok((Embedding::from_table(dense), head))
+}
+
+/// The same of blocks on a GPU.
+#[cfg(feature = "cuda")]
+fn of_blocks(
+    table: Arc<BlockMatrix>,
+    dtype: DType,
+    tied: bool,
+    fusion: Fusion,
+) -> Result<(Embedding, Option<Projection>)> {
+    let weight = Weight::Blocks(table.clone());
+    let head = tied.then(|| Projection::from_weights(vec![weight], fusion));
+    Ok((Embedding::from_blocks(table, dtype)?, head))
 }

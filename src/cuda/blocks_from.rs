@@ -1,14 +1,35 @@
-//! Matrices of codes that are still in the words of a checkpoint, or packed for a CPU.
+//! Matrices that are still in a file, in the words of a checkpoint, or packed for a CPU.
 
-use super::BlockMatrix;
 use super::blocks::cuda_device;
 use super::packed::PackedLayout;
+use super::{BlockMatrix, address_of, upload_from};
 use crate::cpu::packed::PackedMatrix;
-use crate::quant::Codes;
 use crate::quant::words::Words;
-use candle_core::{Device, Result};
+use crate::quant::{BlockFormat, Codes};
+use candle_core::quantized::GgmlDType;
+use candle_core::{Device, Result, bail};
+use std::io::Read;
 
 impl BlockMatrix {
+    /// [`Self::new`] of blocks that are the next bytes of a file.
+    ///
+    /// # Errors
+    /// As there, or if the file ends before.
+    pub(crate) fn read(
+        dtype: GgmlDType,
+        (rows, cols): (usize, usize),
+        reader: &mut impl Read,
+        device: &Device,
+    ) -> Result<Self> {
+        let format = BlockFormat::of(dtype)?;
+        let Some(bytes) = format.row_bytes(cols)?.checked_mul(rows) else {
+            bail!("rows: {rows} rows of {cols} values are too many");
+        };
+        let raw = upload_from(reader, bytes, cuda_device(device)?)?;
+        // SAFETY: the bytes are those of the matrix, and are freed in the order of the stream.
+        unsafe { Self::repack(format, rows, cols, address_of(&raw)?, device) }
+    }
+
     /// [`Self::from_codes`] of INT8 or INT4 codes that are still in words, which the GPU unpacks: `codes` has none. The
     /// second of `words` names the column of the words that each column is, if they are not in order. Beside the matrix
     /// all of its words are in the device's memory meanwhile.
