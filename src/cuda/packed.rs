@@ -62,6 +62,14 @@ pub(crate) struct PackedAt {
     pub groups: usize,
 }
 
+/// Where plain codes are on the device, a byte each, and what is freed with them in the order of the stream.
+type Plain = (Address, Option<CudaSlice<i8>>);
+
+fn uploaded(codes: CudaSlice<i8>) -> Plain {
+    let at = codes.device_ptr(codes.stream()).0;
+    (at, Some(codes))
+}
+
 /// How a scheme's matrix lies in memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PackedLayout {
@@ -191,7 +199,24 @@ impl PackedLayout {
         let plain = zeroed_where_scales_are(codes);
         self.pack(codes, device, |first, rows| {
             let chunk = &plain[first * self.cols..][..rows * self.cols];
-            device.clone_htod(chunk)
+            device.clone_htod(chunk).map(uploaded)
+        })
+    }
+
+    /// The same of codes that are on the device, `[rows, cols]` at `plain`: `codes` has none. Those of NVFP4 are 0 where their
+    /// e4m3 scale is.
+    ///
+    /// # Errors
+    /// If the scales are not those of such a matrix, or the device's memory does not suffice.
+    pub fn pack_on_device(
+        &self,
+        codes: &Codes,
+        plain: Address,
+        device: &CudaDevice,
+    ) -> Result<CudaStorage> {
+        codes.check_scales()?;
+        self.pack(codes, device, |first, _| {
+            Ok((plain + (first * self.cols) as Address, None))
         })
     }
 
@@ -210,7 +235,9 @@ impl PackedLayout {
             bail!("codes: {} in words, expected INT8 or INT4", self.scheme);
         }
         let words = WordsOnDevice::new(words, order, (self.rows, self.cols), device)?;
-        self.pack(codes, device, |first, rows| words.unpack(first, rows))
+        self.pack(codes, device, |first, rows| {
+            words.unpack(first, rows).map(uploaded)
+        })
     }
 
     /// Packs plain codes, which `plain` gives on the device for a first row and a number of rows, and uploads scales.
@@ -218,7 +245,7 @@ impl PackedLayout {
         &self,
         codes: &Codes,
         device: &CudaDevice,
-        plain: impl Fn(usize, usize) -> Result<CudaSlice<i8>>,
+        plain: impl Fn(usize, usize) -> Result<Plain>,
     ) -> Result<CudaStorage> {
         let (scales, zeros) = (self.scales(codes), self.zeros(codes));
         let data = alloc(OP, device, DType::U8, self.bytes())?;
@@ -228,8 +255,7 @@ impl PackedLayout {
         let mut out = start;
         for first in (0..self.rows).step_by(rows_of_chunk) {
             let rows = rows_of_chunk.min(self.rows - first);
-            let raw = plain(first, rows)?;
-            let (from, _guard) = raw.device_ptr(raw.stream());
+            let (from, _owned) = plain(first, rows)?;
             let (threads, bytes) = self.packing(rows);
             let params = PackParams {
                 codes: from,
@@ -262,6 +288,9 @@ impl PackedLayout {
 
     /// The plane of scales.
     fn scales(&self, codes: &Codes) -> Vec<u8> {
+        if self.scheme.is_fp8() && codes.codes.is_empty() {
+            return codes.scales.iter().flat_map(|s| s.to_le_bytes()).collect();
+        }
         if self.scheme.is_fp8() {
             return self.fp8_scales(codes).flat_map(f32::to_le_bytes).collect();
         }

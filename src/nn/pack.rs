@@ -33,6 +33,9 @@ pub(crate) fn pack(weight: &Tensor, quantization: Quantization) -> Result<Weight
         }
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), Some(scheme), _) => {
+            if let Some(matrix) = BlockMatrix::quantize(weight, scheme)? {
+                return Ok(Weight::Blocks(Arc::new(matrix)));
+            }
             let values = weight.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
             on_device(&quantize(&values, rows, cols, scheme)?, weight.device())
         }

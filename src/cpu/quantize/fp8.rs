@@ -5,7 +5,7 @@ use crate::cpu::pool;
 use crate::quant::{Codes, FP8_BLOCK, Scheme, e4m3};
 
 /// Below this a scale would be no number that an f32 can divide by.
-const TINY: f32 = 1e-35;
+pub(crate) const TINY: f32 = 1e-35;
 
 /// Quantizes finite weights by one of FP8's schemes.
 pub(super) fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme) -> Codes {
