@@ -16,11 +16,11 @@ pub(crate) use floats::largest_magnitude;
 pub(crate) use fp8::TINY as FP8_TINY;
 #[cfg(feature = "cuda")]
 pub(crate) use nvfp4::global_scale;
-use search::{Found, Unit, mean_magnitude, search};
 #[cfg(feature = "cuda")]
 pub(crate) use search::{
     CLIP_STEP, CLIPS, ENDS, NEAR, NEAR_STEP, ROUND, ROUNDS, TINY as SEARCH_TINY,
 };
+use search::{Found, Unit, mean_magnitude, search};
 pub(crate) use search::{Rounding, sum_of_magnitudes};
 use std::ops::Range;
 use std::sync::Mutex;
