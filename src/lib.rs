@@ -105,6 +105,7 @@ pub mod quant {
     mod kv_format;
     pub(crate) mod nf4;
     mod scheme;
+    pub(crate) mod search;
     mod unpack;
     pub(crate) mod words;
 

@@ -1,11 +1,11 @@
-// Quantizes weights [rows, cols] of f32, f16 or bf16 to a byte for each code, which pack.cu takes, and scales, zero points
-// and e4m3 scales, bit for bit as src/cpu/quantize does; quantize_weights.cuh has the arithmetic. What the host would refuse
-// sets a flag.
+// Quantizes weights [rows, cols] of f32, f16 or bf16 to a byte for each code, which pack.cu takes, and scales, zero
+// points and e4m3 scales, bit for bit as src/cpu/quantize does; quantize_weights.cuh has the arithmetic. What the host
+// would refuse sets a flag.
 //
-// A row (INT8, FP8, ternary) or a block of FP8 has a thread block, which reads the weights once for the largest magnitude or
-// the mean and once for the codes; INT8 reads them a third time, into shared memory for its 16 trials, of which each has 16
-// threads, one for each of the sums that the host's lanes have. A group has a warp (INT4, ternary) or half of one (NF4,
-// NVFP4). Of INT4 a lane has a trial of its own and all 16 sums in registers, so that lanes read the same weights.
+// A row (INT8, FP8, ternary) or a block of FP8 has a thread block, which reads the weights once for the largest magnitude
+// or the mean and once for the codes; INT8 reads them a third time, into shared memory for its 16 trials, of which each
+// has 16 threads, one for each of the sums that the host's lanes have. A group has a warp (INT4, ternary) or half of one
+// (NF4, NVFP4). Of INT4 a lane has a trial of its own and all 16 sums in registers, so that lanes read the same weights.
 #include "formats/quantize_weights.cuh"
 
 #include "common/dtype.cuh"
@@ -44,8 +44,8 @@ __device__ __forceinline__ float block_max(float v) {
   return v;
 }
 
-// The best of a warp's attempts, the first of those that are alike, if it is better than `best`. Those of lanes from `count`
-// on are none.
+// The best of a warp's attempts, the first of those that are alike, if it is better than `best`. Those of lanes from
+// `count` on are none.
 __device__ __forceinline__ Attempt better(const Params& p, Attempt best, const Attempt& own, int count) {
   const int lane = threadIdx.x % WARP;
   if (lane < count) refuse_infinite(p, own.scale);
@@ -99,7 +99,9 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS)
   pdl_wait();
   const uint64_t row = blockIdx.x, begin = row * p.cols;
   float amax = 0.f;
-  for (uint32_t i = threadIdx.x; i < p.cols; i += QUANTIZE_THREADS) amax = fmaxf(amax, fabsf(checked_weight(p, begin + i)));
+  for (uint32_t i = threadIdx.x; i < p.cols; i += QUANTIZE_THREADS) {
+    amax = fmaxf(amax, fabsf(checked_weight(p, begin + i)));
+  }
   amax = block_max(amax);
   Attempt best = Attempt::none(0);
   if (amax >= SEARCH_TINY) best = best_of_row(p, begin, amax);

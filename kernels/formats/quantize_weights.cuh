@@ -1,5 +1,5 @@
 // The arithmetic of src/cpu/quantize, bit for bit: each operation is one that rounds to nearest (`__fmul_rn` and so on),
-// which nvcc does not join to a multiply-add, in the order in which the host has it. There the reasons are.
+// which nvcc does not join to a multiply-add, in the order in which the host has it. src/cpu/quantize has the reasons.
 #pragma once
 
 #include "abi/quantize_weights.cuh"
@@ -124,7 +124,7 @@ struct Attempt {
   // Nothing tried: all weights are zero.
   static __device__ __forceinline__ Attempt none(uint32_t zero) { return {0.f, infinity(), zero}; }
 
-  // By a trial whose zero point goes to `zero`. One that is never better has an infinite error; an infinite scale stays.
+  // By a trial whose zero point goes to `zero`. One that is never better has an infinite error. An infinite scale stays.
   template <bool F16> static __device__ __forceinline__ Attempt of(const Trial& trial, uint32_t zero) {
     Attempt out = none(zero);
     if (trial.sums.vv == 0.f || !is_finite(trial.scale)) return out;

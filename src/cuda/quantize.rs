@@ -3,8 +3,7 @@
 use super::abi::{self, FP8_BLOCK, QUANTIZE_THREADS, QUANTIZE_WARPS, QuantizeWeightsParams, WARP};
 use super::packed::PackedLayout;
 use super::{Address, BlockMatrix, Grid, Launcher, Module, address_of, dtype_index, fatbin};
-use crate::cpu::quantize::{self as host, global_scale};
-use crate::quant::{Codes, Scheme, TernaryScale, e2m1, e4m3};
+use crate::quant::{Codes, Scheme, TernaryScale, e2m1, e4m3, search};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
 use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
 
@@ -33,13 +32,13 @@ const LARGEST: usize = 6;
 /// Blocks that look for the largest magnitude: some for each multiprocessor.
 const LARGEST_BLOCKS: usize = 1024;
 
-// What the kernels go by is what the host goes by.
+// What the kernels go by is what the CPU goes by.
 const _: () = {
-    assert!(abi::CLIPS == host::CLIPS && abi::CLIP_STEP == host::CLIP_STEP);
-    assert!(abi::ENDS == host::ENDS && abi::ROUNDS == host::ROUNDS);
-    assert!(abi::NEAR == host::NEAR as usize && abi::NEAR_STEP == host::NEAR_STEP);
-    assert!(abi::ROUND == host::ROUND && abi::TRIAL_LANES == 16 && abi::MAX_GROUP == 128);
-    assert!(abi::SEARCH_TINY == host::SEARCH_TINY && abi::FP8_TINY == host::FP8_TINY);
+    assert!(abi::CLIPS == search::CLIPS && abi::CLIP_STEP == search::CLIP_STEP);
+    assert!(abi::ENDS == search::ENDS && abi::ROUNDS == search::ROUNDS);
+    assert!(abi::NEAR == search::NEAR as usize && abi::NEAR_STEP == search::NEAR_STEP);
+    assert!(abi::ROUND == search::ROUND && abi::TRIAL_LANES == 16 && abi::MAX_GROUP == 128);
+    assert!(abi::SEARCH_TINY == search::TINY && abi::FP8_TINY == e4m3::TINY);
     assert!(abi::E4M3_MAX == e4m3::MAX && abi::E2M1_MAX == e2m1::MAX);
     assert!(abi::ZERO_STEP == crate::quant::ZERO_STEP);
     assert!(abi::ZERO_MIDDLE == crate::quant::MIDDLE as usize);
@@ -128,8 +127,75 @@ fn start<T: DeviceRepr>(slice: &CudaSlice<T>) -> Address {
     slice.device_ptr(slice.stream()).0
 }
 
-/// The matrix's scales and so on, and its codes, which are still on the device. Nothing if a weight or a scale is no finite
-/// number.
+/// What a kernel writes.
+struct Room {
+    codes: CudaSlice<i8>,
+    scales: Option<CudaSlice<f32>>,
+    /// Zero points, or the e4m3 scales of NVFP4.
+    zeros: Option<CudaSlice<u8>>,
+    /// Whether the host has to do it, and the largest magnitude.
+    words: CudaSlice<u32>,
+}
+
+impl Room {
+    fn new(scheme: Scheme, (rows, cols): (usize, usize), device: &CudaDevice) -> Result<Self> {
+        let scales = scheme.scale_count(rows, cols);
+        let (scales, zeros) = match scheme {
+            // The scales of its rows are all the same.
+            Scheme::Nvfp4 => (0, scheme.group_scale_count(rows, cols)),
+            _ if scheme.has_zeros() => (scales, scales),
+            _ => (scales, 0),
+        };
+        // SAFETY: the kernel writes all of each.
+        unsafe {
+            Ok(Self {
+                codes: device.alloc(rows * cols)?,
+                scales: some(device, scales)?,
+                zeros: some(device, zeros)?,
+                words: device.alloc_zeros(2)?,
+            })
+        }
+    }
+
+    fn params(&self, weight: &Tensor, plan: &Plan) -> Result<QuantizeWeightsParams> {
+        let (rows, cols) = weight.dims2()?;
+        Ok(QuantizeWeightsParams {
+            weights: address_of(weight)?,
+            codes: start(&self.codes),
+            scales: self.scales.as_ref().map_or(0, start),
+            zeros: self.zeros.as_ref().map_or(0, start),
+            refused: start(&self.words),
+            largest: start(&self.words) + size_of::<u32>() as Address,
+            rows: rows as u64,
+            cols: u32::try_from(cols).map_err(Error::wrap)?,
+            group: u32::try_from(plan.group).map_err(Error::wrap)?,
+            height: plan.height as u32,
+            dtype: dtype_index(weight.dtype()) as i32,
+            global: 0.,
+        })
+    }
+
+    /// The matrix without its codes.
+    fn download(&self, scheme: Scheme, rows: usize, cols: usize, scale: f32) -> Result<Codes> {
+        let zeros = downloaded(&self.zeros)?;
+        let (scales, zeros, group_scales) = match scheme {
+            Scheme::Nvfp4 => (vec![scale; rows], Vec::new(), zeros),
+            _ => (downloaded(&self.scales)?, zeros, Vec::new()),
+        };
+        Ok(Codes {
+            scheme,
+            rows,
+            cols,
+            codes: Vec::new(),
+            scales,
+            zeros,
+            group_scales,
+        })
+    }
+}
+
+/// The matrix without its codes, and these, which are still on the device. Nothing if a weight or a scale is no finite
+/// number. The weight is contiguous.
 fn quantized(
     weight: &Tensor,
     scheme: Scheme,
@@ -137,78 +203,31 @@ fn quantized(
     device: &CudaDevice,
 ) -> Result<Option<(Codes, CudaSlice<i8>)>> {
     let (rows, cols) = weight.dims2()?;
-    let scales = match scheme {
-        Scheme::Nvfp4 => 0,
-        _ => scheme.scale_count(rows, cols),
-    };
-    let zeros = match scheme {
-        Scheme::Nvfp4 => scheme.group_scale_count(rows, cols),
-        _ if scheme.has_zeros() => scales,
-        _ => 0,
-    };
+    let room = Room::new(scheme, (rows, cols), device)?;
+    let mut params = room.params(weight, &plan)?;
     let launcher = Launcher::new(device)?;
-    // SAFETY: the kernel writes all of each.
-    let (codes, scales, zeros) = unsafe {
-        (
-            device.alloc::<i8>(rows * cols)?,
-            some::<f32>(device, scales)?,
-            some::<u8>(device, zeros)?,
-        )
-    };
-    let words = device.alloc_zeros::<u32>(2)?;
-    let mut params = QuantizeWeightsParams {
-        weights: address_of(weight)?,
-        codes: start(&codes),
-        scales: scales.as_ref().map_or(0, start),
-        zeros: zeros.as_ref().map_or(0, start),
-        refused: start(&words),
-        largest: start(&words) + size_of::<u32>() as Address,
-        rows: rows as u64,
-        cols: u32::try_from(cols).map_err(Error::wrap)?,
-        group: u32::try_from(plan.group).map_err(Error::wrap)?,
-        height: plan.height as u32,
-        dtype: dtype_index(weight.dtype()) as i32,
-        global: 0.,
-    };
     let mut scale = 0.;
     if scheme == Scheme::Nvfp4 {
         let blocks = (rows * cols).div_ceil(QUANTIZE_THREADS).min(LARGEST_BLOCKS);
         let grid = Grid::line(blocks as u32, QUANTIZE_THREADS as u32);
         // SAFETY: as below.
         unsafe { launcher.run(&MODULE, LARGEST, grid, &params)? };
-        let largest = device.clone_dtoh(&words)?[1];
-        (params.global, scale) = global_scale(f32::from_bits(largest));
+        let largest = device.clone_dtoh(&room.words)?[1];
+        (params.global, scale) = e2m1::global_scale(f32::from_bits(largest));
     }
     let bytes = rows * cols * (1 + weight.dtype().size_in_bytes());
-    // SAFETY: the kernel takes `QuantizeWeightsParams`. The weights are contiguous, and the rest has room for what the plan
-    // has it write; all is freed in the order of the stream.
+    // SAFETY: the kernel takes `QuantizeWeightsParams`. The weight has its values one behind the other, and there is room for
+    // what the plan has the kernel write; all is freed in the order of the stream.
     unsafe {
         launcher
             .moving(bytes as u64)
             .run(&MODULE, plan.kernel, plan.grid, &params)?
     };
-    if device.clone_dtoh(&words)?[0] != 0 {
+    if device.clone_dtoh(&room.words)?[0] != 0 {
         return Ok(None);
     }
-    let bytes = downloaded(device, zeros)?;
-    let (zeros, group_scales) = match scheme {
-        Scheme::Nvfp4 => (Vec::new(), bytes),
-        _ => (bytes, Vec::new()),
-    };
-    let scales = match scheme {
-        Scheme::Nvfp4 => vec![scale; rows],
-        _ => downloaded(device, scales)?,
-    };
-    let shell = Codes {
-        scheme,
-        rows,
-        cols,
-        codes: Vec::new(),
-        scales,
-        zeros,
-        group_scales,
-    };
-    Ok(Some((shell, codes)))
+    let codes = room.download(scheme, rows, cols, scale)?;
+    Ok(Some((codes, room.codes)))
 }
 
 /// Memory for some elements; none for none, which the driver does not allocate.
@@ -222,6 +241,9 @@ unsafe fn some<T: DeviceRepr>(device: &CudaDevice, len: usize) -> Result<Option<
         .transpose()
 }
 
-fn downloaded<T: DeviceRepr>(device: &CudaDevice, slice: Option<CudaSlice<T>>) -> Result<Vec<T>> {
-    slice.map_or(Ok(Vec::new()), |slice| device.clone_dtoh(&slice))
+fn downloaded<T: DeviceRepr>(slice: &Option<CudaSlice<T>>) -> Result<Vec<T>> {
+    let Some(slice) = slice else {
+        return Ok(Vec::new());
+    };
+    slice.stream().clone_dtoh(slice).map_err(Error::wrap)
 }

@@ -12,14 +12,6 @@ use crate::cpu::{pool, simd};
 use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::{Result, bail};
 pub(crate) use floats::largest_magnitude;
-#[cfg(feature = "cuda")]
-pub(crate) use fp8::TINY as FP8_TINY;
-#[cfg(feature = "cuda")]
-pub(crate) use nvfp4::global_scale;
-#[cfg(feature = "cuda")]
-pub(crate) use search::{
-    CLIP_STEP, CLIPS, ENDS, NEAR, NEAR_STEP, ROUND, ROUNDS, TINY as SEARCH_TINY,
-};
 use search::{Found, Unit, mean_magnitude, search};
 pub(crate) use search::{Rounding, sum_of_magnitudes};
 use std::ops::Range;
