@@ -235,8 +235,10 @@ fn errors_name_the_place() -> Result<()> {
             Ok(_) => check(&weight, &values, scheme)?,
             Err(host) => {
                 let error = pack(&weight, scheme.into()).map(|_| ()).unwrap_err();
-                assert_eq!(error.to_string(), host.to_string(), "{scheme}");
-                assert!(host.to_string().contains("row 17"), "{scheme}: {host}");
+                let (error, host) = (error.to_string(), host.to_string());
+                assert!(host.contains("row 17"), "{scheme}: {host}");
+                // A backtrace may follow.
+                assert_eq!(error.lines().next(), host.lines().next(), "{scheme}");
             }
         }
     }
