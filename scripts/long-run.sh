@@ -82,7 +82,7 @@ errors() {
 miri() {
   CANDLE_FUSED_SIMD=scalar CANDLE_FUSED_THREADS=2 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-ignore-leaks" \
     cargo +nightly miri test --locked --lib -p candle-fused -- \
-    --test-threads 1 nn::recipe models::balance ops::sample cpu::dense::tests::an cpu::pool::tests::a_ \
+    --test-threads 1 nn::recipe models::balance ops::sample cpu::dense::tests::an pool::tests::a_ \
     cpu::math::tests::swiglu cpu::quantize::tests::schemes 2>&1 | tee "$out/miri.txt"
 }
 

@@ -71,6 +71,7 @@ pub mod generation;
 pub mod models;
 pub mod nn;
 pub mod ops;
+mod pool;
 pub mod serving;
 pub mod trace;
 
@@ -105,6 +106,7 @@ pub mod quant {
     mod kv_format;
     pub(crate) mod nf4;
     mod scheme;
+    pub(crate) mod search;
     mod unpack;
     pub(crate) mod words;
 

@@ -9,11 +9,14 @@ pub(crate) mod grid;
 pub mod math;
 pub mod norm;
 pub mod packed;
-pub(crate) mod parallel;
-pub mod pool;
 pub(crate) mod quantize;
 pub mod rope;
 pub mod simd;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 pub mod vector;
+
+/// The threads on which everything here runs.
+pub mod pool {
+    pub use crate::pool::{for_ranges, for_row_pairs, for_rows, run, set_threads, threads};
+}

@@ -1,9 +1,8 @@
-//! Matrices that are still in a file, in the words of a checkpoint, or packed for a CPU.
+//! Matrices that are still in a file, in the words of a checkpoint, or written row by row.
 
 use super::blocks::cuda_device;
 use super::packed::PackedLayout;
 use super::{BlockMatrix, address_of, upload_from};
-use crate::cpu::packed::PackedMatrix;
 use crate::quant::words::Words;
 use crate::quant::{BlockFormat, Codes};
 use candle_core::quantized::GgmlDType;
@@ -46,20 +45,18 @@ impl BlockMatrix {
         Self::of_codes(codes, layout, data, device)
     }
 
-    /// [`Self::from_codes`] of a matrix that is packed for a CPU, some rows at a time.
+    /// [`Self::from_codes`] of codes that `read` writes row by row, from a row on: `codes` has none.
     ///
     /// # Errors
-    /// As there, or if the matrix holds GGUF blocks.
-    pub(crate) fn from_packed(packed: &PackedMatrix, device: &Device) -> Result<Self> {
-        let codes = packed.without_codes()?;
-        if codes.scheme.is_fp8() {
-            // Where a NaN is among the codes, their scale says so.
-            return Self::from_codes(&packed.to_codes()?, device);
-        }
+    /// As there.
+    pub(crate) fn from_rows(
+        codes: &Codes,
+        read: impl Fn(usize, &mut [i8]) + Sync,
+        device: &Device,
+    ) -> Result<Self> {
         let layout = PackedLayout::new(codes.scheme, codes.rows, codes.cols)?;
-        let read = |first: usize, rows: &mut [i8]| packed.read_codes(first, rows);
-        let data = layout.upload_rows(&codes, read, cuda_device(device)?)?;
-        Self::of_codes(&codes, layout, data, device)
+        let data = layout.upload_rows(codes, read, cuda_device(device)?)?;
+        Self::of_codes(codes, layout, data, device)
     }
 }
 
@@ -179,41 +176,6 @@ mod tests {
         }
         // More codes than are unpacked at a time.
         check(&device, (8200, 4104), columns(8, 8200), false)
-    }
-
-    #[test]
-    fn packed_rows_are_uploaded_as_codes_are() -> Result<()> {
-        let Ok(device) = Device::new_cuda(0) else {
-            return Ok(());
-        };
-        let schemes = [
-            "int8",
-            "int4-g32",
-            "int4-g64-z",
-            "ternary-row",
-            "ternary-tensor",
-            "ternary",
-            "nf4",
-            "nvfp4",
-        ];
-        for scheme in schemes.into_iter().chain(["fp8", "fp8-block128"]) {
-            let scheme: Scheme = scheme.parse()?;
-            // More rows than one part of page-locked memory has, and a last group that is not full.
-            for (rows, cols) in [(13, 320), (2061, 8192)] {
-                let weight = Tensor::randn(0f32, 1., (rows, cols), &Device::Cpu)?;
-                // A group without values, whose scale is 0.
-                let mask = Tensor::arange(0u32, cols as u32, &Device::Cpu)?.ge(64u32)?;
-                let weight = weight.broadcast_mul(&mask.to_dtype(DType::F32)?)?;
-                let packed = PackedMatrix::quantize(&weight, scheme)?;
-                let ours = BlockMatrix::from_packed(&packed, &device)?;
-                let theirs = BlockMatrix::from_codes(&packed.to_codes()?, &device)?;
-                let values = |of: &BlockMatrix| of.dequantize(DType::F32);
-                let differ = values(&ours)?.ne(&values(&theirs)?)?.to_dtype(DType::F32)?;
-                let count = differ.sum_all()?.to_scalar::<f32>()?;
-                assert_eq!(count, 0., "{scheme}, {rows} x {cols}");
-            }
-        }
-        Ok(())
     }
 
     #[test]

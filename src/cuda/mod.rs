@@ -19,6 +19,7 @@ mod packed;
 mod pinned;
 mod pool;
 pub mod profile;
+mod quantize;
 mod replay;
 mod rows;
 mod scratch;

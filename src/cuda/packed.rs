@@ -267,7 +267,8 @@ impl PackedLayout {
     /// Packs codes that are on the device already, a byte each from `plain` on: `codes` has none.
     ///
     /// # Safety
-    /// There are `[rows, cols]` codes of the scheme until the device's stream has passed this.
+    /// There are `[rows, cols]` codes of the scheme until the device's stream has passed this. Those of NVFP4 are 0 where
+    /// their e4m3 scale is.
     ///
     /// # Errors
     /// If the scales are not those of such a matrix, or the device's memory does not suffice.

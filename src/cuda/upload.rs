@@ -7,7 +7,7 @@
 use super::gpu::{Gpu, MAX_GPUS};
 use super::memory::{Address, address, alloc};
 use super::pinned::Pinned;
-use crate::cpu::pool;
+use crate::pool;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, result};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, Storage, Tensor, bail};

@@ -33,6 +33,9 @@ pub(crate) fn pack(weight: &Tensor, quantization: Quantization) -> Result<Weight
         }
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), Some(scheme), _) => {
+            if let Some(matrix) = BlockMatrix::quantize(weight, scheme)? {
+                return Ok(Weight::Blocks(Arc::new(matrix)));
+            }
             let values = weight.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
             on_device(&quantize(&values, rows, cols, scheme)?, weight.device())
         }
@@ -68,8 +71,13 @@ pub(crate) fn on_device(codes: &Codes, device: &Device) -> Result<Weight> {
 pub(crate) fn packed_on_device(packed: &PackedMatrix, device: &Device) -> Result<Weight> {
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
-        let matrix = BlockMatrix::from_packed(packed, device)?;
-        return Ok(Weight::Blocks(Arc::new(matrix)));
+        let codes = packed.without_codes()?;
+        // Where a NaN is among the codes of FP8, a scale has to say so.
+        if !codes.scheme.is_fp8() {
+            let read = |first: usize, rows: &mut [i8]| packed.read_codes(first, rows);
+            let matrix = BlockMatrix::from_rows(&codes, read, device)?;
+            return Ok(Weight::Blocks(Arc::new(matrix)));
+        }
     }
     on_device(&packed.to_codes()?, device)
 }
@@ -148,4 +156,47 @@ pub(crate) fn rounded(weight: &Tensor, quantization: Quantization) -> Result<Ten
     dense(&pack(&on_host, quantization)?)?
         .to_dtype(weight.dtype())?
         .to_device(weight.device())
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+    use crate::quant::Scheme;
+
+    #[test]
+    fn packed_rows_are_uploaded_as_codes_are() -> Result<()> {
+        let Ok(device) = Device::new_cuda(0) else {
+            return Ok(());
+        };
+        let schemes = [
+            "int8",
+            "int4-g32",
+            "int4-g64-z",
+            "ternary-row",
+            "ternary-tensor",
+            "ternary",
+            "nf4",
+            "nvfp4",
+        ];
+        for scheme in schemes.into_iter().chain(["fp8", "fp8-block128"]) {
+            let scheme: Scheme = scheme.parse()?;
+            // More rows than one part of page-locked memory has, and a last group that is not full.
+            for (rows, cols) in [(13, 320), (2061, 8192)] {
+                let weight = Tensor::randn(0f32, 1., (rows, cols), &Device::Cpu)?;
+                // A group without values, whose scale is 0.
+                let mask = Tensor::arange(0u32, cols as u32, &Device::Cpu)?.ge(64u32)?;
+                let weight = weight.broadcast_mul(&mask.to_dtype(DType::F32)?)?;
+                let packed = PackedMatrix::quantize(&weight, scheme)?;
+                let Weight::Blocks(ours) = packed_on_device(&packed, &device)? else {
+                    panic!("expected blocks");
+                };
+                let theirs = BlockMatrix::from_codes(&packed.to_codes()?, &device)?;
+                let values = |of: &BlockMatrix| of.dequantize(DType::F32);
+                let differ = values(&ours)?.ne(&values(&theirs)?)?.to_dtype(DType::F32)?;
+                let count = differ.sum_all()?.to_scalar::<f32>()?;
+                assert_eq!(count, 0., "{scheme}, {rows} x {cols}");
+            }
+        }
+        Ok(())
+    }
 }

@@ -1,9 +1,9 @@
 //! Rotary position tables.
 
 use super::plain::plain_rope;
-use crate::cpu::pool;
 use crate::fusion::fallback;
 use crate::ops::{self, RopeStyle, Rotation};
+use crate::pool;
 use crate::trace;
 use candle_core::{DType, Device, Result, Tensor, bail};
 

@@ -2,7 +2,7 @@
 
 use super::scheme::{FP8_BLOCK, NVFP4_GROUP};
 use super::{Scheme, e2m1, e4m3, nf4};
-use crate::cpu::parallel;
+use crate::pool;
 use candle_core::{Result, bail};
 use half::f16;
 
@@ -66,7 +66,7 @@ impl Codes {
         }
         let (low, high) = scheme.code_range();
         let is_known = |q: &i8| (low..=high).contains(q);
-        if !parallel::all(&self.codes, is_known)
+        if !pool::all(&self.codes, is_known)
             && let Some(at) = self.codes.iter().position(|q| !is_known(q))
         {
             bail!(
@@ -107,7 +107,7 @@ impl Codes {
             );
         }
         let is_positive = |b: &u8| *b < e4m3::NAN;
-        if !parallel::all(&self.group_scales, is_positive)
+        if !pool::all(&self.group_scales, is_positive)
             && let Some(b) = self.group_scales.iter().find(|b| !is_positive(b))
         {
             bail!("group_scales: {b:#x}, expected an e4m3 number of positive sign");
@@ -118,7 +118,7 @@ impl Codes {
                 & (!half || f16::from_f32(*s).to_f32() == *s)
                 & (!scheme.is_fp8() || s.is_sign_positive())
         };
-        if !parallel::all(&self.scales, is_stored)
+        if !pool::all(&self.scales, is_stored)
             && let Some(s) = self.scales.iter().find(|s| !is_stored(s))
         {
             let kind = match (half, scheme.is_fp8()) {

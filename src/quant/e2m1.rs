@@ -6,6 +6,8 @@
 //!
 //! With bit 3 set they are negative. There are neither infinities nor NaN.
 
+use super::e4m3;
+
 /// The largest number.
 pub(crate) const MAX: f32 = 6.;
 
@@ -40,6 +42,17 @@ pub(crate) fn from_f32(value: f32) -> u8 {
     ];
     let code: u8 = past.map(u8::from).iter().sum();
     code | u8::from(value.is_sign_negative()) << 3
+}
+
+/// The global scale of a matrix in NVFP4 with this largest magnitude, and one over it; zeros for a matrix of zeros.
+pub(crate) fn global_scale(largest: f32) -> (f32, f32) {
+    /// Below this a global scale would be no number of f32.
+    const TINY: f32 = 1e-34;
+    if largest < TINY {
+        return (0., 0.);
+    }
+    let global = e4m3::MAX * MAX / largest;
+    (global, 1. / global)
 }
 
 #[cfg(test)]

@@ -11,6 +11,9 @@
 /// The largest number.
 pub(crate) const MAX: f32 = 448.;
 
+/// A largest magnitude below which a scale would be no number that an f32 can divide by.
+pub(crate) const TINY: f32 = 1e-35;
+
 /// The code of NaN, without its sign.
 pub(crate) const NAN: u8 = 0x7f;
 

@@ -1,6 +1,6 @@
 //! Codes in words of 32 bits, as the checkpoints of other programs have them.
 
-use crate::cpu::parallel;
+use crate::pool;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// Fields of a word in order, the first in the lowest bits.
@@ -75,7 +75,7 @@ impl Words {
         if words.dtype() == DType::U8 {
             let bytes = words.to_vec1::<u8>()?;
             let (words, _) = bytes.as_chunks();
-            return Ok(parallel::map(words, |word| u32::from_le_bytes(*word)));
+            return Ok(pool::map(words, |word| u32::from_le_bytes(*word)));
         }
         let words = words.to_vec1::<i32>()?;
         Ok(words.into_iter().map(|word| word as u32).collect())

@@ -7,7 +7,7 @@ use loom::thread;
 use protocol::Shared;
 use std::cell::Cell;
 
-#[path = "../../src/cpu/pool/protocol.rs"]
+#[path = "../../src/pool/protocol.rs"]
 mod protocol;
 
 /// Loom's primitives. It takes `SeqCst` for `AcqRel`, so a fence stands behind each such store, as

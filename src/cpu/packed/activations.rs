@@ -8,10 +8,10 @@ use super::x86::amx;
 use super::x86::rounding as levels;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{ternary::TableLine, ternary_avx2};
-use crate::cpu::pool;
 use crate::cpu::simd::Level;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::tiles::tokens::{TokenRows, TokenTiles};
+use crate::pool;
 use candle_core::{Result, bail};
 use std::cell::Cell;
 use std::marker::PhantomData;

@@ -10,10 +10,10 @@ use super::registry::{self, Kernel, Run, Tokens};
 use super::scalar;
 #[cfg(target_arch = "x86_64")]
 use super::x86::amx;
-use crate::cpu::pool;
 use crate::cpu::simd::Level;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::tiles::product::Results;
+use crate::pool;
 use candle_core::{Result, bail};
 use std::ops::Range;
 

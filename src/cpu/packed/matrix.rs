@@ -4,7 +4,7 @@ use super::layout::{Layout, ROW_GROUP};
 use super::memory::Memory;
 use super::repack;
 use super::store::{InPlace, Line, SharedBytes, Store, bytes_mut};
-use crate::cpu::pool;
+use crate::pool;
 use crate::quant::{self, BlockFormat, Format};
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};

@@ -5,7 +5,7 @@ use super::matrix::{PackedBuilder, PackedMatrix};
 use super::q8::TOGETHER;
 use super::store::{FileBytes, Store};
 use crate::cpu::quantize::{largest_magnitude, quantize_part, sum_of_magnitudes};
-use crate::cpu::{parallel, pool};
+use crate::pool;
 use crate::quant::{Codes, FP8_BLOCK, Format, NVFP4_GROUP, Scheme, TernaryScale};
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
 use std::ops::Range;
@@ -278,10 +278,10 @@ fn widened<T>(weight: &Tensor, rows: Range<usize>, take: impl FnOnce(&[f32]) -> 
         match storage {
             CpuStorage::F32(values) => return Ok(take(&values[start..end])),
             CpuStorage::F16(values) => {
-                return Ok(take(&parallel::map(&values[start..end], |v| v.to_f32())));
+                return Ok(take(&pool::map(&values[start..end], |v| v.to_f32())));
             }
             CpuStorage::BF16(values) => {
-                return Ok(take(&parallel::map(&values[start..end], |v| v.to_f32())));
+                return Ok(take(&pool::map(&values[start..end], |v| v.to_f32())));
             }
             _ => {}
         }

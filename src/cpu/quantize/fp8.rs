@@ -1,11 +1,8 @@
 //! e4m3 floats: the largest magnitude of what shares a scale becomes 448.
 
 use super::floats::{encode, largest_magnitude};
-use crate::cpu::pool;
+use crate::pool;
 use crate::quant::{Codes, FP8_BLOCK, Scheme, e4m3};
-
-/// Below this a scale would be no number that an f32 can divide by.
-const TINY: f32 = 1e-35;
 
 /// Quantizes finite weights by one of FP8's schemes.
 pub(super) fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme) -> Codes {
@@ -25,7 +22,7 @@ pub(super) fn quantize(weights: &[f32], rows: usize, cols: usize, scheme: Scheme
                 }
             }
             for scale in scales {
-                *scale = if *scale < TINY {
+                *scale = if *scale < e4m3::TINY {
                     0.
                 } else {
                     *scale / e4m3::MAX

@@ -8,7 +8,8 @@ mod search;
 #[cfg(test)]
 mod tests;
 
-use crate::cpu::{parallel, pool, simd};
+use crate::cpu::simd;
+use crate::pool;
 use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::{Result, bail};
 pub(crate) use floats::largest_magnitude;
@@ -81,7 +82,7 @@ fn check(weights: &[f32], rows: &Range<usize>, cols: usize, scheme: Scheme) -> R
         );
     }
     scheme.check(cols)?;
-    if !parallel::all(weights, |w| w.is_finite())
+    if !pool::all(weights, |w| w.is_finite())
         && let Some(at) = weights.iter().position(|w| !w.is_finite())
     {
         bail!(

@@ -1,7 +1,7 @@
 //! NF4: the largest magnitude of each 64 values becomes 1, and the others the nearest of a table, as bitsandbytes does.
 
 use super::floats::{encode, largest_magnitude};
-use crate::cpu::pool;
+use crate::pool;
 use crate::quant::{Codes, NF4_GROUP, Scheme, nf4};
 
 /// Quantizes finite weights.

@@ -4,22 +4,14 @@
 //! 16 values w is as near to 6 as the e4m3 scale b = max |w| g / 6 has it, and codes are those nearest to w g / b.
 
 use super::floats::{encode, largest_magnitude};
-use crate::cpu::pool;
+use crate::pool;
 use crate::quant::{Codes, NVFP4_GROUP, Scheme, e2m1, e4m3};
-
-/// Below this a global scale would be no number of f32.
-const TINY: f32 = 1e-34;
 
 /// Quantizes finite weights of a matrix whose largest magnitude is known.
 pub(super) fn quantize(weights: &[f32], rows: usize, cols: usize, largest: f32) -> Codes {
     let mut codes = vec![0i8; weights.len()];
     let mut group_scales = vec![0u8; weights.len() / NVFP4_GROUP];
-    let (global, scale) = if largest < TINY {
-        (0., 0.)
-    } else {
-        let global = e4m3::MAX * e2m1::MAX / largest;
-        (global, 1. / global)
-    };
+    let (global, scale) = e2m1::global_scale(largest);
     let across = cols / NVFP4_GROUP;
     pool::for_rows(&mut group_scales, across, 1, |first, part| {
         let groups = weights[first * cols..].chunks_exact(NVFP4_GROUP);

@@ -9,31 +9,9 @@
 
 use super::floats::largest_magnitude;
 use crate::cpu::simd::Level;
+use crate::quant::search::{CLIP_STEP, CLIPS, ENDS, NEAR, NEAR_STEP, ROUND, ROUNDS, TINY};
 use crate::quant::{MIDDLE, Scheme, TernaryScale, ZERO_STEP};
 use half::f16;
-
-/// Adding it to a float below 2^22 and taking it away again leaves the nearest integer, ties to even;
-/// unlike `round_ties_even` it vectorizes on every x86 processor.
-const ROUND: f32 = 12_582_912.0;
-
-/// Clipped ranges that are tried, in steps of the full range.
-const CLIPS: usize = 16;
-
-/// The step: the last range tried is 1 - 15 / 32 of the full one.
-const CLIP_STEP: f32 = 1.0 / 32.0;
-
-/// Ranges tried at each end with zero points.
-const ENDS: usize = 7;
-
-/// Scales tried to both sides of the best so far, in steps of this part of it.
-const NEAR: i32 = 4;
-const NEAR_STEP: f32 = 0.025;
-
-/// Rounds of codes and the line through them at the end.
-const ROUNDS: usize = 4;
-
-/// Values below which a scale would be no number that an f32 can divide by.
-const TINY: f32 = 1e-35;
 
 /// What a row or group came to.
 #[derive(Clone, Copy, Default)]

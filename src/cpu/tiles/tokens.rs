@@ -1,7 +1,7 @@
 //! Tokens in tiles.
 
 use super::{ROWS, Row, STEP, Tile, ZEROS};
-use crate::cpu::pool;
+use crate::pool;
 use std::ops::Range;
 
 /// Most steps, of [`STEP`] columns each, that are multiplied before sums leave their tiles. More would leave no room in

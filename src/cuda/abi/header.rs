@@ -221,6 +221,7 @@ mod formats;
 mod linear;
 mod paged;
 mod pointwise;
+mod quantize_weights;
 
 use attention::*;
 use common::*;
@@ -228,6 +229,7 @@ use formats::*;
 use linear::*;
 use paged::*;
 use pointwise::*;
+use quantize_weights::*;
 
 /// Writes `abi/<room>.cuh` and `abi/layout.rs` into `out`.
 pub fn write(out: &Path) -> Result<(), String> {
@@ -245,6 +247,11 @@ pub fn write(out: &Path) -> Result<(), String> {
         ("linear", &["common"], linear::described()),
         ("paged", &["common"], paged::described()),
         ("pointwise", &["common"], pointwise::described()),
+        (
+            "quantize_weights",
+            &["common"],
+            quantize_weights::described(),
+        ),
     ] {
         put(&format!("{room}.cuh"), &header(room, reaches, &items))?;
         layout.extend(items.iter().map(Item::rust_asserts));

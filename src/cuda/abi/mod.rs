@@ -95,6 +95,7 @@ mod formats;
 mod linear;
 mod paged;
 mod pointwise;
+mod quantize_weights;
 
 pub(crate) use attention::*;
 pub(crate) use common::*;
@@ -102,6 +103,7 @@ pub(crate) use formats::*;
 pub(crate) use linear::*;
 pub(crate) use paged::*;
 pub(crate) use pointwise::*;
+pub(crate) use quantize_weights::*;
 
 /// Size and offsets as the build script found them and the kernels have asserted them.
 mod layout {

@@ -1,9 +1,9 @@
 //! The scales and zero points of codes in the order in which kernels read them.
 
 use super::{K_BLOCK, NVFP4_SCALES, PackedLayout, ROW_GROUP};
-use crate::cpu::{parallel, pool};
 use crate::cuda::Address;
 use crate::cuda::abi::FP8_BLOCK;
+use crate::pool;
 use crate::quant::{Codes, NVFP4_GROUP, Scheme, e4m3};
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, result, sys};
 use candle_core::{Error, Result};
@@ -169,7 +169,7 @@ fn is_any_nan(codes: &[i8]) -> bool {
 
 /// The same of many.
 pub(super) fn has_nan(codes: &[i8]) -> bool {
-    !parallel::all(codes, |code| !e4m3::is_nan(*code as u8))
+    !pool::all(codes, |code| !e4m3::is_nan(*code as u8))
 }
 
 /// Puts zeros into rows from `row` on where a scale of NVFP4 is zero, since the kernels' scales are not.
@@ -187,7 +187,7 @@ pub(super) fn zero_where_scales_are(codes: &Codes, row: usize, rows: &mut [i8]) 
 
 /// The codes, with zeros where a scale of NVFP4 is zero.
 pub(super) fn zeroed_where_scales_are(codes: &Codes) -> Cow<'_, [i8]> {
-    if parallel::all(&codes.group_scales, |b| *b != 0) {
+    if pool::all(&codes.group_scales, |b| *b != 0) {
         return Cow::Borrowed(&codes.codes);
     }
     let mut all = codes.codes.clone();

@@ -13,7 +13,7 @@
 use super::compressed::SCALE;
 use super::tensors::{Stored, Tensors};
 use super::unpacked::Unpacked;
-use crate::cpu::{parallel, pool};
+use crate::pool;
 use candle_core::{Result, bail};
 
 /// Values of a byte.
@@ -77,7 +77,7 @@ fn is_packed(dims: &[usize], (rows, cols): (usize, usize)) -> bool {
 /// The fields of bytes, which are values plus 1.
 fn fields(bytes: &[u8], (rows, cols): (usize, usize)) -> Result<Vec<u8>> {
     // No field has both bits.
-    if !parallel::all(bytes, |byte| byte & byte >> 1 & 0x55 == 0) {
+    if !pool::all(bytes, |byte| byte & byte >> 1 & 0x55 == 0) {
         bail!("weight: 2 is stored, expected -1, 0 or 1");
     }
     let height = rows / IN_BYTE;
@@ -114,7 +114,7 @@ fn stored(values: &[f32], dims: &[usize], (rows, cols): (usize, usize)) -> Resul
     if let Some(value) = values.iter().find(|value| !is_byte(value)) {
         bail!("weight: {value} is stored, expected bytes of {IN_BYTE} values");
     }
-    let bytes = parallel::map(values, |value| *value as u8);
+    let bytes = pool::map(values, |value| *value as u8);
     fields(&bytes, (rows, cols))
 }
 

@@ -14,7 +14,7 @@
 use super::tensors::{Tensors, fields, transposed};
 use super::unpacked::Unpacked;
 use super::words::InWords;
-use crate::cpu::parallel;
+use crate::pool;
 use crate::quant::words::{IN_ORDER, WordLayout, Words};
 use candle_core::{Result, bail};
 
@@ -89,7 +89,7 @@ fn is_packed(dims: [usize; 2], (rows, cols): (usize, usize), bits: u32) -> bool 
 fn zero_points(words: &[u32], bits: u32, stored: Zeros) -> Result<Option<Vec<u8>>> {
     let middle = 1u8 << (bits - 1);
     let plain = fields(words, bits);
-    let all = |value: u8| parallel::all(&plain, |z| *z == value);
+    let all = |value: u8| pool::all(&plain, |z| *z == value);
     // Symmetric weights are known by their zero points, which some files of version 1 store as they are.
     if all(middle) || (all(middle - 1) && stored != Zeros::AsTheyAre) {
         return Ok(None);

@@ -2,13 +2,13 @@
 
 use super::tensors::unpack;
 use super::unpacked::{Target, gathered, put_apart};
-#[cfg(feature = "cuda")]
-use crate::cpu::parallel::all;
-use crate::cpu::parallel::map;
 use crate::nn::LinearWeight;
 use crate::nn::pack::on_device;
 #[cfg(feature = "cuda")]
 use crate::nn::pack::words_on_device;
+#[cfg(feature = "cuda")]
+use crate::pool::all;
+use crate::pool::map;
 use crate::quant::Codes;
 use crate::quant::words::Words;
 use candle_core::{Device, Result, Tensor};

@@ -17,7 +17,7 @@
 
 use super::kept::Kept;
 use super::tensors::Tensors;
-use crate::cpu::{parallel, pool};
+use crate::pool;
 use crate::quant::words::{UPPER_FIRST, WordLayout, Words};
 use crate::quant::{Codes, NF4_GROUP, Scheme, nf4};
 use candle_core::{Device, Result, Tensor, bail};
@@ -87,7 +87,7 @@ impl Blocks {
         let (rows, cols) = (self.rows, self.cols);
         // No group of the scheme reaches into a second block.
         let fits = self.size.is_multiple_of(NF4_GROUP) && cols.is_multiple_of(NF4_GROUP);
-        let known = parallel::all(&self.scales, |scale| scale.is_finite());
+        let known = pool::all(&self.scales, |scale| scale.is_finite());
         if rows * cols == 0 || !fits || !known || self.table != nf4::TABLE {
             return None;
         }

@@ -1,6 +1,6 @@
 //! The tensors of one layer of a checkpoint, on the host.
 
-use crate::cpu::{parallel, pool};
+use crate::pool;
 use crate::quant::words::WordLayout;
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -117,7 +117,7 @@ impl Stored {
     pub fn into_numbers(self) -> Vec<f32> {
         match self {
             Stored::Numbers(values) => values,
-            Stored::Bytes(bytes) => parallel::map(&bytes, |byte| f32::from(*byte)),
+            Stored::Bytes(bytes) => pool::map(&bytes, |byte| f32::from(*byte)),
         }
     }
 }
@@ -289,10 +289,10 @@ impl<'a> Tensors<'a> {
         let (storage, layout) = tensor.storage_and_layout();
         let values = match (&*storage, layout.contiguous_offsets()) {
             (Storage::Cpu(CpuStorage::F16(values)), Some((start, end))) => {
-                parallel::map(&values[start..end], |value| value.to_f32())
+                pool::map(&values[start..end], |value| value.to_f32())
             }
             (Storage::Cpu(CpuStorage::BF16(values)), Some((start, end))) => {
-                parallel::map(&values[start..end], |value| value.to_f32())
+                pool::map(&values[start..end], |value| value.to_f32())
             }
             _ => tensor.to_dtype(DType::F32)?.to_vec1()?,
         };
@@ -338,7 +338,7 @@ pub fn bits<T: Send + Clone + Default>(
     let (storage, layout) = floats.storage_and_layout();
     match (&*storage, layout.contiguous_offsets()) {
         (Storage::Cpu(CpuStorage::F8E4M3(floats)), Some((start, end))) => {
-            Ok(parallel::map(&floats[start..end], |float| {
+            Ok(pool::map(&floats[start..end], |float| {
                 change(float.to_bits())
             }))
         }

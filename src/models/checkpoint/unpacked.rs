@@ -1,8 +1,8 @@
 //! A quantized matrix out of its packing, before it gets a format of the crate's own.
 
-use crate::cpu::parallel;
 use crate::nn::pack::{blocks_on_device, on_device};
 use crate::nn::{InputOrder, LinearWeight};
+use crate::pool;
 use crate::quant::{Codes, Scheme, TernaryScale};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -135,7 +135,7 @@ impl Unpacked {
             bail!("zero points: {} given, expected {count}", zeros.len());
         }
         let is_number = |scale: &f32| scale.is_finite();
-        if !parallel::all(&self.scales, is_number)
+        if !pool::all(&self.scales, is_number)
             && let Some(scale) = self.scales.iter().find(|scale| !is_number(scale))
         {
             bail!("scales: {scale}, expected a number");
@@ -221,13 +221,13 @@ impl Unpacked {
 
     fn into_int4(self, group: usize) -> Result<Codes> {
         let shell = self.int4(group)?;
-        if !parallel::all(&self.codes, |q| *q <= 15)
+        if !pool::all(&self.codes, |q| *q <= 15)
             && let Some(q) = self.codes.iter().find(|q| **q > 15)
         {
             bail!("codes: {q}, expected 0 to 15");
         }
         Ok(Codes {
-            codes: parallel::map(&self.codes, |q| *q as i8),
+            codes: pool::map(&self.codes, |q| *q as i8),
             ..shell
         })
     }
@@ -243,14 +243,14 @@ impl Unpacked {
         let times = group / ours;
         let middle = self.middle();
         let zeros = self.zeros.as_ref();
-        let zeros = zeros.filter(|z| !parallel::all(z, |z| *z == middle));
+        let zeros = zeros.filter(|z| !pool::all(z, |z| *z == middle));
         let zeros = match zeros {
             Some(zeros) => {
                 if let Some(z) = zeros.iter().find(|z| **z > 15) {
                     bail!("zero points: {z}, expected 0 to 15");
                 }
                 // The crate's are in sixteenths.
-                repeated(parallel::map(zeros, |z| 16 * z), times)
+                repeated(pool::map(zeros, |z| 16 * z), times)
             }
             None => Vec::new(),
         };
@@ -279,7 +279,7 @@ impl Unpacked {
             },
             rows: self.rows,
             cols: self.cols,
-            codes: parallel::map(&self.codes, |q| *q as i8 - 1),
+            codes: pool::map(&self.codes, |q| *q as i8 - 1),
             scales: self.scales,
             zeros: Vec::new(),
             group_scales: Vec::new(),
@@ -298,7 +298,7 @@ impl Unpacked {
     fn into_int8(self) -> Result<Codes> {
         let shell = self.int8()?;
         Ok(Codes {
-            codes: parallel::map(&self.codes, |q| signed(*q)),
+            codes: pool::map(&self.codes, |q| signed(*q)),
             ..shell
         })
     }
@@ -344,12 +344,12 @@ fn signed(code: u8) -> i8 {
 fn halves(scales: &[f32]) -> Result<Vec<f32>> {
     let half = |scale: &f32| f16::from_f32(*scale).to_f32();
     let is_half = |scale: &f32| half(scale) == *scale || scale.abs() < NORMAL;
-    if !parallel::all(scales, is_half)
+    if !pool::all(scales, is_half)
         && let Some(scale) = scales.iter().find(|scale| !is_half(scale))
     {
         bail!("scales: {scale}, expected an f16");
     }
-    Ok(parallel::map(scales, half))
+    Ok(pool::map(scales, half))
 }
 
 /// Each value so many times.

@@ -2,11 +2,11 @@
 //! dense checkpoints.
 
 use super::{Config, KIND};
-use crate::cpu::pool;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
 use crate::models::gguf::{File, Header};
 use crate::ops::RopeStyle;
+use crate::pool;
 #[cfg(feature = "cuda")]
 use crate::quant;
 use candle_core::quantized::gguf_file::Content;

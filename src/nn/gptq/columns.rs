@@ -1,8 +1,8 @@
 //! The columns of a matrix, rounded one after the other.
 
 use super::factor::InverseFactor;
-use crate::cpu::pool;
 use crate::cpu::quantize::{self, Rounding};
+use crate::pool;
 use crate::quant::{Codes, Scheme};
 use candle_core::{Device, Result, Tensor, bail};
 

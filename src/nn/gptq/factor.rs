@@ -1,6 +1,6 @@
 //! The triangular factor of the inverse of a symmetric matrix.
 
-use crate::cpu::pool;
+use crate::pool;
 use candle_core::{Device, Result, Tensor};
 
 /// Columns that are factorized one by one; all else is matrix products.

@@ -2,7 +2,7 @@
 
 use super::Options;
 use super::factor::{InverseFactor, factorize};
-use crate::cpu::pool;
+use crate::pool;
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 /// Columns whose products with all columns before them are computed at a time.

@@ -21,6 +21,7 @@ const ROOTS: [&str; 4] = [
 
 /// The top-level modules of src in layers, the lowest first; those of one layer do not use each other.
 const LAYERS: &[&[&str]] = &[
+    &["pool"],
     &["quant", "trace"],
     &["fusion"],
     &["cpu", "cuda"],

@@ -31,7 +31,7 @@ impl Region {
     #[cfg(target_os = "linux")]
     pub fn hand_out(&self, part: &Range<usize>) {
         use memmap2::Advice;
-        crate::cpu::pool::for_ranges(part.len(), STEP, |some| {
+        crate::pool::for_ranges(part.len(), STEP, |some| {
             let start = part.start + some.start;
             let _ = self
                 .0

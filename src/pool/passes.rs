@@ -1,6 +1,6 @@
 //! Passes over many values, shared out among the threads of the pool.
 
-use super::pool;
+use super::{for_ranges, for_rows};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Values that a task takes at least.
@@ -12,7 +12,7 @@ const STEP: usize = 1 << 10;
 /// Whether `test` holds for all values.
 pub(crate) fn all<T: Sync>(values: &[T], test: impl Fn(&T) -> bool + Sync) -> bool {
     let failed = AtomicBool::new(false);
-    pool::for_ranges(values.len(), GRAIN, |range| {
+    for_ranges(values.len(), GRAIN, |range| {
         for some in values[range].chunks(STEP) {
             if failed.load(Ordering::Relaxed) {
                 return;
@@ -31,7 +31,7 @@ pub(crate) fn map<T: Sync, U: Send + Clone + Default>(
     change: impl Fn(&T) -> U + Sync,
 ) -> Vec<U> {
     let mut changed = vec![U::default(); values.len()];
-    pool::for_rows(&mut changed, 1, GRAIN, |first, part| {
+    for_rows(&mut changed, 1, GRAIN, |first, part| {
         for (to, value) in part.iter_mut().zip(&values[first..]) {
             *to = change(value);
         }

@@ -10,7 +10,10 @@
 //! leaves its core to the worker. A second thread that calls [`run`] while a job is under way does
 //! its tasks itself instead of waiting.
 
+mod passes;
 mod protocol;
+
+pub(crate) use passes::{all, map};
 
 use protocol::{Shared, Task};
 use std::cell::Cell;
