@@ -41,7 +41,8 @@ fn weights(rng: &mut StdRng, count: usize, size: f32) -> Vec<f32> {
     for group in all.chunks_mut(32) {
         let (first, outlier) = (group[0], rng.random_range(0..group.len()));
         let tiny = 10f32.powi(rng.random_range(-40..0));
-        let step = size / 4.;
+        // Of sizes that f32 has as 0, too, no number is NaN.
+        let step = (size / 4.).max(f32::MIN_POSITIVE);
         match rng.random_range(0..16) {
             0 => group.fill(0.),
             1 => group.fill(-0.),
