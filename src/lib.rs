@@ -108,6 +108,7 @@ pub mod quant {
     mod scheme;
     pub(crate) mod search;
     mod unpack;
+    mod widen;
     pub(crate) mod words;
 
     pub use activation_bits::ActivationBits;
@@ -120,6 +121,7 @@ pub mod quant {
     pub use scheme::{Scheme, TernaryScale};
     pub(crate) use unpack::SubBlock;
     pub use unpack::dequantize;
+    pub(crate) use widen::widened;
 
     // What works with formats lives in modules above them; users find it here.
     pub use crate::cpu::quantize::quantize;

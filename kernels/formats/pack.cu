@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
 
 // Sets `out`, a u32, where a NaN is among the e4m3 floats.
 extern "C" __global__ void __launch_bounds__(FORMAT_THREADS)
-    find_nan_fp8(const __grid_constant__ PackParams p) {
+    pack_find_nan_fp8(const __grid_constant__ PackParams p) {
   pdl_wait();
   const uint64_t first = (blockIdx.x * uint64_t(FORMAT_THREADS) + threadIdx.x) * 16, count = p.rows * p.k;
   bool found = false;

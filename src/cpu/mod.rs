@@ -16,7 +16,8 @@ pub mod simd;
 mod tiles;
 pub mod vector;
 
-/// The threads on which everything here runs.
+/// The threads on which everything here runs. They spin for a short while after each job before they sleep, so that the short
+/// steps of a model follow one another without a wake-up.
 pub mod pool {
     pub use crate::pool::{for_ranges, for_row_pairs, for_rows, run, set_threads, threads};
 }

@@ -29,12 +29,13 @@ impl BlockMatrix {
         unsafe { Self::repack(format, rows, cols, address_of(&raw)?, device) }
     }
 
-    /// [`Self::from_codes`] of INT8 or INT4 codes that are still in words, which the GPU unpacks: `codes` has none. The
+    /// [`Self::from_codes`] of codes of 4 or 8 bits that are still in words, which the GPU unpacks: `codes` has none. No NaN
+    /// is among those of FP8. The
     /// second of `words` names the column of the words that each column is, if they are not in order. Beside the matrix
     /// all of its words are in the device's memory meanwhile.
     ///
     /// # Errors
-    /// As there, or if a code has no word.
+    /// As there, or if a code has no word, or an e4m3 scale of NVFP4 is 0.
     pub(crate) fn from_words(
         codes: &Codes,
         words: (&Words, Option<&[u32]>),
@@ -63,8 +64,9 @@ impl BlockMatrix {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::holds_nan;
     use crate::quant::Scheme;
-    use crate::quant::words::{IN_ORDER, WordLayout};
+    use crate::quant::words::{IN_ORDER, UPPER_FIRST, WordLayout};
     use candle_core::{DType, Tensor};
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
@@ -176,6 +178,87 @@ mod tests {
         }
         // More codes than are unpacked at a time.
         check(&device, (8200, 4104), columns(8, 8200), false)
+    }
+
+    /// Bytes of checkpoints, unpacked on the GPU, are what codes are.
+    #[test]
+    fn bytes_of_each_format_are_unpacked() -> Result<()> {
+        let Ok(device) = Device::new_cuda(0) else {
+            return Ok(());
+        };
+        let mut rng = StdRng::seed_from_u64(7);
+        // The second has more codes than are unpacked at a time.
+        for (rows, cols) in [(13, 320), (4100, 8256)] {
+            for scheme in ["int8", "fp8", "fp8-block128", "nf4", "nvfp4"] {
+                let scheme: Scheme = scheme.parse()?;
+                let (low, high) = scheme.code_range();
+                let code = |rng: &mut StdRng| match rng.random_range(low..=high) {
+                    // The NaNs of e4m3.
+                    127 | -1 if scheme.is_fp8() => 0,
+                    code => code,
+                };
+                let shell = Codes {
+                    scheme,
+                    rows,
+                    cols,
+                    codes: Vec::new(),
+                    scales: vec![0.5; scheme.scale_count(rows, cols)],
+                    zeros: Vec::new(),
+                    group_scales: vec![0x38; scheme.group_scale_count(rows, cols)],
+                };
+                let codes: Vec<i8> = (0..rows * cols).map(|_| code(&mut rng)).collect();
+                let (bits, fields) = match scheme {
+                    Scheme::Nf4 => (4, UPPER_FIRST),
+                    Scheme::Nvfp4 => (4, IN_ORDER),
+                    _ => (8, IN_ORDER),
+                };
+                let two = |pair: &[i8]| match fields {
+                    UPPER_FIRST => (pair[0] << 4 | pair[1]) as u8,
+                    _ => (pair[1] << 4 | pair[0]) as u8,
+                };
+                let bytes: Vec<u8> = match bits {
+                    4 => codes.chunks_exact(2).map(two).collect(),
+                    _ => codes.iter().map(|code| *code as u8).collect(),
+                };
+                let layout = WordLayout {
+                    signed: bits == 8,
+                    ..WordLayout::of_rows(bits, cols, fields).expect("whole words")
+                };
+                let words = Words {
+                    words: Tensor::new(bytes, &device)?,
+                    layout,
+                };
+                let ours = BlockMatrix::from_words(&shell, (&words, None), &device)?;
+                let theirs = BlockMatrix::from_codes(&Codes { codes, ..shell }, &device)?;
+                let values = |of: &BlockMatrix| of.dequantize(DType::F32)?.flatten_all();
+                let (ours, theirs) = (values(&ours)?, values(&theirs)?);
+                assert!(
+                    ours.to_vec1::<f32>()? == theirs.to_vec1::<f32>()?,
+                    "{scheme}, {rows} x {cols}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_nan_is_found_wherever_it_is() -> Result<()> {
+        let Ok(device) = Device::new_cuda(0) else {
+            return Ok(());
+        };
+        for count in [1, 16, 4099] {
+            let clean = vec![0x7e_u8; count];
+            assert!(!holds_nan(&Tensor::new(clean.as_slice(), &device)?)?);
+            for (at, nan) in [(0, 0x7f), (count / 2, 0xff), (count - 1, 0x7f)] {
+                let mut floats = clean.clone();
+                floats[at] = nan;
+                assert!(
+                    holds_nan(&Tensor::new(floats, &device)?)?,
+                    "{at} of {count}"
+                );
+            }
+        }
+        Ok(())
     }
 
     #[test]

@@ -8,9 +8,10 @@ use super::abi::{
 };
 use super::words::WordsOnDevice;
 use super::{
-    Address, Grid, Launcher, Module, address, address_of, alloc, dtype_index, fatbin, upload,
-    upload_rows, zeros_before_launch,
+    Address, Grid, Launcher, Module, address, address_of, alloc, dtype_index, fatbin, upload_rows,
+    zeros_before_launch,
 };
+use crate::pool;
 use crate::quant::words::Words;
 use crate::quant::{Codes, NVFP4_GROUP, Scheme};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
@@ -35,7 +36,7 @@ static MODULE: Module = Module::new(
         "unpack_tiles_f32",
         "unpack_tiles_f16",
         "unpack_tiles_bf16",
-        "find_nan_fp8",
+        "pack_find_nan_fp8",
     ],
 );
 
@@ -210,22 +211,13 @@ impl PackedLayout {
     /// If the codes are not those of such a matrix, or the device's memory does not suffice.
     pub fn upload(&self, codes: &Codes, device: &CudaDevice) -> Result<CudaStorage> {
         codes.check()?;
-        let plain = planes::zeroed_where_scales_are(codes);
-        self.pack(codes, device, |first, rows| {
-            let chunk = &plain[first * self.cols..][..rows * self.cols];
-            // SAFETY: any bits are an i8, and all are written below.
-            let own = unsafe { device.alloc::<i8>(chunk.len())? };
-            let plain = Plain::Own(own);
-            // SAFETY: bytes of another sign are bytes; the allocation has room for them.
-            unsafe {
-                let bytes = std::slice::from_raw_parts(chunk.as_ptr().cast(), chunk.len());
-                upload(plain.address(), bytes, device)?;
-            }
-            Ok(plain)
-        })
+        let read = |first: usize, rows: &mut [i8]| {
+            rows.copy_from_slice(&codes.codes[first * self.cols..][..rows.len()]);
+        };
+        self.upload_rows(codes, read, device)
     }
 
-    /// Uploads and packs codes that `read` writes row by row, from a first row on: `codes` has none.
+    /// Uploads and packs codes that `read` writes row by row, from a first row on.
     ///
     /// # Errors
     /// As [`Self::upload`].
@@ -298,6 +290,9 @@ impl PackedLayout {
         if let Scheme::Ternary { .. } = self.scheme {
             bail!("codes: {} in words, expected 4 or 8 bits", self.scheme);
         }
+        if !pool::all(&codes.group_scales, |b| *b != 0) {
+            bail!("group_scales: 0, expected others where codes are in words");
+        }
         let words = WordsOnDevice::new(words, order, (self.rows, self.cols), device)?;
         self.pack(codes, device, |first, rows| {
             words.unpack(first, rows).map(Plain::Own)
@@ -340,12 +335,12 @@ impl PackedLayout {
             unsafe { launcher.run(&MODULE, kernel, line(threads)?, &params)? };
             out += (threads * bytes) as Address;
         }
-        let upload = |plane: planes::Plane, at: usize| {
+        let put = |plane: planes::Plane, at: usize| {
             // SAFETY: the plane lies within the allocation, which is used and freed on this stream.
-            unsafe { plane.upload(start + at as Address, launcher.stream) }
+            unsafe { plane.upload(start + at as Address, device) }
         };
-        upload(self.scales(codes), self.scales_at())?;
-        upload(self.zeros(codes), self.zeros_at())?;
+        put(self.scales(codes), self.scales_at())?;
+        put(self.zeros(codes), self.zeros_at())?;
         Ok(data)
     }
 }
@@ -370,8 +365,8 @@ pub(crate) fn holds_nan(floats: &Tensor) -> Result<bool> {
     let params = PackParams {
         codes: address_of(floats)?,
         out: found.device_ptr(found.stream()).0,
-        rows: 1,
-        k: u32::try_from(count).map_err(Error::wrap)?,
+        rows: count as u64,
+        k: 1,
     };
     // SAFETY: the kernel takes `PackParams`, reads the floats and writes one word.
     unsafe { launcher.run(&MODULE, FIND_NAN, line(count.div_ceil(16))?, &params)? };

@@ -1,4 +1,4 @@
-//! Host memory that the GPU writes to.
+//! Host memory that the GPU writes to, and reads.
 
 use super::gpu::Gpu;
 use super::memory::Address;

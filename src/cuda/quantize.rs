@@ -46,7 +46,7 @@ const _: () = {
 
 impl BlockMatrix {
     /// Quantizes weights `[rows, cols]` on their GPU, bit for bit as [`quantize`](crate::quant::quantize) and
-    /// [`Self::from_codes`] do. Nothing if the host has to do it: of ternary weights with one scale for the matrix, of a
+    /// [`Self::from_codes`] do. Nothing if the host has to do it: where the device's memory does not suffice, of ternary weights with one scale for the matrix, of a
     /// dtype that is not f32, f16 or bf16, and of what it would refuse. Beside the matrix there is a byte for each code in
     /// the device's memory meanwhile.
     ///
@@ -54,11 +54,13 @@ impl BlockMatrix {
     /// If `weight` is not a matrix, or the device's memory does not suffice.
     pub(crate) fn quantize(weight: &Tensor, scheme: Scheme) -> Result<Option<Self>> {
         let (rows, cols) = weight.dims2()?;
-        let (Device::Cuda(device), Some(plan)) = (weight.device(), Plan::of(scheme, rows, cols))
-        else {
+        let Device::Cuda(device) = weight.device() else {
             return Ok(None);
         };
         let Ok(layout) = PackedLayout::new(scheme, rows, cols) else {
+            return Ok(None);
+        };
+        let Some(plan) = Plan::of(scheme, rows, cols) else {
             return Ok(None);
         };
         if !matches!(weight.dtype(), DType::F32 | DType::F16 | DType::BF16) {
@@ -204,7 +206,10 @@ fn quantized(
     device: &CudaDevice,
 ) -> Result<Option<(Codes, CudaSlice<i8>)>> {
     let (rows, cols) = weight.dims2()?;
-    let room = Room::new(scheme, (rows, cols), device)?;
+    // The host needs less of the device's memory.
+    let Ok(room) = Room::new(scheme, (rows, cols), device) else {
+        return Ok(None);
+    };
     let mut params = room.params(weight, &plan)?;
     let launcher = Launcher::new(device)?;
     let mut scale = 0.;

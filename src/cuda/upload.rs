@@ -12,7 +12,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, result};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, Storage, Tensor, bail};
 use std::io::Read;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 const OP: &str = "upload";
 
@@ -35,11 +35,13 @@ struct Staging {
     turn: usize,
 }
 
-/// Page-locked memory, and when the GPU has read what was last put there.
+/// Page-locked memory, and what tells when the GPU has read what was last put there.
 #[derive(Debug)]
 struct Part {
     memory: Pinned,
-    read: Option<CudaEvent>,
+    read: CudaEvent,
+    /// Whether the GPU may still have to read it.
+    is_taken: bool,
 }
 
 impl Staging {
@@ -50,36 +52,56 @@ impl Staging {
         }
     }
 
-    /// Those of the GPU, if no other thread uploads just now.
-    fn of(gpu: &Gpu) -> Option<MutexGuard<'static, Self>> {
-        STAGING[gpu.ordinal].try_lock().ok()
+    /// The GPU's for so many bytes, if they are worth it and no other thread uploads just now.
+    fn of(gpu: &Gpu, bytes: usize) -> Option<MutexGuard<'static, Self>> {
+        if bytes < LEAST {
+            return None;
+        }
+        match STAGING[gpu.ordinal].try_lock() {
+            Ok(staging) => Some(staging),
+            // Who panicked was filling a part, which the GPU has not been told of.
+            Err(TryLockError::Poisoned(e)) => Some(e.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// The next part, once the GPU has read it; none if there is no page-locked memory.
-    fn next(&mut self, gpu: &'static Gpu) -> Result<Option<&mut Part>> {
+    fn next(&mut self, gpu: &'static Gpu, device: &CudaDevice) -> Result<Option<&mut Part>> {
         let at = self.turn;
         self.turn = (at + 1) % PARTS;
         if at >= self.parts.len()
-            && let Ok(memory) = Pinned::new(gpu, PART / size_of::<u32>())
+            && let Some(part) = Part::new(gpu, device)
         {
-            self.parts.push(Part { memory, read: None });
+            self.parts.push(part);
         }
         let count = self.parts.len().max(1);
         let Some(part) = self.parts.get_mut(at % count) else {
             return Ok(None);
         };
-        if let Some(read) = part.read.take() {
-            read.synchronize().map_err(Error::wrap)?;
+        if part.is_taken {
+            // Not by `CudaEvent`, which returns an error that an earlier drop has left, without waiting.
+            gpu.bind_to_free();
+            // SAFETY: the event lives as long as the part.
+            unsafe { result::event::synchronize(part.read.cu_event()) }.map_err(Error::wrap)?;
+            part.is_taken = false;
         }
         Ok(Some(part))
     }
 }
 
 impl Part {
+    fn new(gpu: &'static Gpu, device: &CudaDevice) -> Option<Self> {
+        Some(Self {
+            memory: Pinned::new(gpu, PART / size_of::<u32>()).ok()?,
+            read: device.cuda_stream().context().new_event(None).ok()?,
+            is_taken: false,
+        })
+    }
+
     /// Has the GPU copy `bytes` bytes, which `fill` writes.
     ///
     /// # Safety
-    /// `to` has room for them until the device's stream has passed this, and the GPU has read what was here.
+    /// `to` has room for them until the device's stream has passed this, and the part is not taken.
     unsafe fn send(
         &mut self,
         to: Address,
@@ -89,10 +111,18 @@ impl Part {
     ) -> Result<()> {
         // SAFETY: the caller's.
         fill(unsafe { &mut self.memory.bytes_mut()[..bytes] })?;
-        let stream = device.cuda_stream();
+        let stream = device.cuda_stream().cu_stream();
+        self.is_taken = true;
         // SAFETY: nobody writes to the part before the event below has passed; the rest is the caller's.
-        unsafe { self.memory.copy_bytes_to(to, bytes, stream.cu_stream())? };
-        self.read = Some(stream.record_event(None).map_err(Error::wrap)?);
+        unsafe { self.memory.copy_bytes_to(to, bytes, stream)? };
+        // SAFETY: event and stream are of one GPU, and live.
+        if let Err(e) = unsafe { result::event::record(self.read.cu_event(), stream) } {
+            // Nothing tells when the copy has passed, so it is waited for.
+            // SAFETY: the stream is one of this GPU's.
+            unsafe { Gpu::of(device)?.wait(stream)? };
+            self.is_taken = false;
+            return Err(Error::wrap(e));
+        }
         Ok(())
     }
 }
@@ -113,7 +143,7 @@ unsafe fn upload_parts(
 ) -> Result<()> {
     let gpu = Gpu::of(device)?;
     let mut staging = match size <= PART {
-        true => Staging::of(gpu),
+        true => Staging::of(gpu, count * size),
         false => None,
     };
     let step = (PART / size.max(1)).max(1);
@@ -122,7 +152,7 @@ unsafe fn upload_parts(
         let bytes = step.min(count - first) * size;
         let to = to + (first * size) as Address;
         let part = match staging.as_mut() {
-            Some(staging) => staging.next(gpu)?,
+            Some(staging) => staging.next(gpu, device)?,
             None => None,
         };
         if let Some(part) = part {
@@ -186,13 +216,14 @@ pub(crate) fn upload_from(
 /// # Errors
 /// As there.
 pub(crate) unsafe fn upload(to: Address, bytes: &[u8], device: &CudaDevice) -> Result<()> {
-    if bytes.len() < LEAST {
-        // SAFETY: the caller's.
-        return unsafe { copy(to, bytes, device) };
-    }
     let fill = |first: usize, out: &mut [u8]| out.copy_from_slice(&bytes[first..][..out.len()]);
     // SAFETY: the caller's.
-    unsafe { upload_rows(to, (bytes.len(), 1), device, fill) }
+    unsafe {
+        match Staging::of(Gpu::of(device)?, bytes.len()).is_some() {
+            true => upload_rows(to, (bytes.len(), 1), device, fill),
+            false => copy(to, bytes, device),
+        }
+    }
 }
 
 /// Has the driver copy memory that is not page-locked, which it has read when this returns.
@@ -237,4 +268,76 @@ fn room(dtype: DType, count: usize, device: &CudaDevice) -> Result<(CudaStorage,
 
 fn tensor(data: CudaStorage, shape: &[usize]) -> Tensor {
     Tensor::from_storage(Storage::Cuda(data), shape, BackpropOp::none(), false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use std::io::Cursor;
+
+    fn bytes(count: usize) -> Vec<u8> {
+        (0..count).map(|i| (i * 7 + i / 251) as u8).collect()
+    }
+
+    #[test]
+    fn every_size_arrives() -> Result<()> {
+        let Ok(Device::Cuda(device)) = Device::new_cuda(0) else {
+            return Ok(());
+        };
+        for count in [0, 1, LEAST - 1, LEAST, PART, PART + 1, 5 * PART + 13] {
+            let sent = bytes(count);
+            let tensor = upload_tensor(&sent, DType::U8, &[count], &device)?;
+            assert!(tensor.to_vec1::<u8>()? == sent, "{count} bytes");
+            let read = upload_from(&mut Cursor::new(&sent), count, &device)?;
+            assert!(read.to_vec1::<u8>()? == sent, "{count} bytes of a file");
+        }
+        // Rows wider than a part.
+        let (rows, width) = (2, PART + 5);
+        let (data, to) = room(DType::U8, rows * width, &device)?;
+        let fill = |first: usize, out: &mut [u8]| {
+            for (row, out) in (first..).zip(out.chunks_exact_mut(width)) {
+                out.fill(row as u8 + 1);
+            }
+        };
+        // SAFETY: there is room for them.
+        unsafe { upload_rows(to, (rows, width), &device, fill)? };
+        let sent = tensor(data, &[rows, width]).to_vec2::<u8>()?;
+        assert!(
+            (1..)
+                .zip(sent)
+                .all(|(row, sent)| sent.iter().all(|b| *b == row))
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn what_fails_leaves_the_next_upload_as_it_is() -> Result<()> {
+        let Ok(Device::Cuda(device)) = Device::new_cuda(0) else {
+            return Ok(());
+        };
+        let sent = bytes(3 * PART);
+        let short = upload_from(&mut Cursor::new(&sent[..2 * PART]), 3 * PART, &device);
+        assert!(short.is_err());
+        let panics = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let (_data, to) = room(DType::U8, PART, &device).unwrap();
+            // SAFETY: there is room for them.
+            unsafe { upload_rows(to, (PART, 1), &device, |_, _| panic!("on purpose")) }
+        }));
+        assert!(panics.is_err());
+        let both = std::thread::scope(|scope| {
+            let one = || -> Result<bool> {
+                let Device::Cuda(device) = Device::new_cuda(0)? else {
+                    return Ok(false);
+                };
+                let tensor = upload_tensor(&sent, DType::U8, &[sent.len()], &device)?;
+                Ok(tensor.to_vec1::<u8>()? == sent)
+            };
+            [scope.spawn(one), scope.spawn(one)].map(|thread| thread.join().unwrap())
+        });
+        for right in both {
+            assert!(right?);
+        }
+        Ok(())
+    }
 }

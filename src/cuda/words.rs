@@ -66,6 +66,9 @@ impl<'a> WordsOnDevice<'a> {
         let [row_log, col_log] = layout.logs();
         {
             let words = address_of(&self.words)?;
+            if !words.is_multiple_of(size_of::<u32>() as Address) {
+                bail!("codes: words at an address that 4 does not divide");
+            }
             let stream = self.device.cuda_stream();
             let order = self.order.as_ref().map(|o| o.device_ptr(o.stream()));
             let (out, _out) = codes.device_ptr_mut(&stream);

@@ -7,12 +7,13 @@ use crate::cpu::quantize::quantize;
 #[cfg(feature = "cuda")]
 use crate::cuda::BlockMatrix;
 use crate::ops::Weight;
+use crate::pool;
 #[cfg(feature = "cuda")]
 use crate::quant::words::Words;
-use crate::quant::{BlockFormat, Codes};
+use crate::quant::{BlockFormat, Codes, widened};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// An error that begins with the tensor's name.
 pub(crate) fn named<T>(name: &str, result: Result<T>) -> Result<T> {
@@ -117,20 +118,43 @@ pub(crate) fn blocks_on_device(
     }
 }
 
-/// GGUF blocks as candle quantizes them, on the host.
+/// GGUF blocks as candle quantizes them, on the host: some rows on each thread of the pool.
 fn blocks(weight: &Tensor, dtype: GgmlDType) -> Result<Vec<u8>> {
-    BlockFormat::of(dtype)?;
-    let weight = weight.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-    let cols = weight.dim(1)?;
-    let finite = |values: &[f32]| values.iter().position(|w| !w.is_finite());
-    if let Some(at) = finite(&weight.flatten_all()?.to_vec1::<f32>()?) {
-        bail!(
-            "weights: a value that is not finite at row {}, column {}",
-            at / cols,
-            at % cols
-        );
-    }
-    Ok(QTensor::quantize(&weight, dtype)?.data()?.into_owned())
+    let (rows, cols) = weight.dims2()?;
+    let of_row = BlockFormat::of(dtype)?.row_bytes(cols)?;
+    let weight = weight.to_device(&Device::Cpu)?;
+    widened(&weight, |values| {
+        let is_finite = |w: &f32| w.is_finite();
+        if !pool::all(values, is_finite)
+            && let Some(at) = values.iter().position(|w| !is_finite(w))
+        {
+            bail!(
+                "weights: a value that is not finite at row {}, column {}",
+                at / cols,
+                at % cols
+            );
+        }
+        let mut blocks = vec![0; rows * of_row];
+        let failed = Mutex::new(None);
+        pool::for_rows(&mut blocks, of_row, 1, |first, part| {
+            let count = part.len() / of_row;
+            let some = &values[first * cols..][..count * cols];
+            let quantized = Tensor::from_slice(some, (count, cols), &Device::Cpu)
+                .and_then(|some| QTensor::quantize(&some, dtype));
+            match quantized.as_ref().map(|blocks| blocks.data()) {
+                Ok(Ok(bytes)) if bytes.len() == part.len() => part.copy_from_slice(&bytes),
+                other => {
+                    let what = other.map(|bytes| bytes.map(|bytes| bytes.len()));
+                    let said = format!("{dtype:?} of {count} rows: {what:?}");
+                    *failed.lock().unwrap_or_else(|e| e.into_inner()) = Some(said);
+                }
+            }
+        });
+        match failed.into_inner().unwrap_or_else(|e| e.into_inner()) {
+            Some(said) => bail!("weights: {said}"),
+            None => Ok(blocks),
+        }
+    })?
 }
 
 /// The values of a weight, `[N, K]` in f32 (a dense one as it is).
@@ -158,11 +182,26 @@ pub(crate) fn rounded(weight: &Tensor, quantization: Quantization) -> Result<Ten
         .to_device(weight.device())
 }
 
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(test)]
 mod tests {
     use super::*;
+    #[cfg(feature = "cuda")]
     use crate::quant::Scheme;
 
+    #[test]
+    fn rows_that_threads_quantize_are_candles() -> Result<()> {
+        let weight = Tensor::randn(0f32, 1., (37, 512), &Device::Cpu)?;
+        for dtype in BlockFormat::DTYPES {
+            for kind in [DType::F32, DType::BF16] {
+                let weight = weight.to_dtype(kind)?;
+                let whole = QTensor::quantize(&weight.to_dtype(DType::F32)?, dtype)?;
+                assert!(blocks(&weight, dtype)? == *whole.data()?, "{dtype:?}");
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
     #[test]
     fn packed_rows_are_uploaded_as_codes_are() -> Result<()> {
         let Ok(device) = Device::new_cuda(0) else {

@@ -64,7 +64,7 @@ impl WordLayout {
 /// The words of a matrix.
 #[derive(Clone, Debug)]
 pub(crate) struct Words {
-    /// In i32, or in bytes, one behind the other, on the host or on the GPU that unpacks them.
+    /// In i32, in bytes or, for a GPU, in e4m3 floats, one behind the other, on the host or on the GPU that unpacks them.
     pub words: Tensor,
     pub layout: WordLayout,
 }

@@ -6,8 +6,8 @@ use super::q8::TOGETHER;
 use super::store::{FileBytes, Store};
 use crate::cpu::quantize::{largest_magnitude, quantize_part, sum_of_magnitudes};
 use crate::pool;
-use crate::quant::{Codes, FP8_BLOCK, Format, NVFP4_GROUP, Scheme, TernaryScale};
-use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
+use crate::quant::{Codes, FP8_BLOCK, Format, NVFP4_GROUP, Scheme, TernaryScale, widened};
+use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -42,21 +42,21 @@ impl PackedMatrix {
             } => {
                 let mut sum = 0.;
                 for part in parts(rows, cols) {
-                    sum += widened(weight, part, sum_of_magnitudes)?;
+                    sum += rows_in_f32(weight, part, sum_of_magnitudes)?;
                 }
                 Some((sum / (rows * cols).max(1) as f64) as f32)
             }
             Scheme::Nvfp4 => {
                 let mut largest = 0f32;
                 for part in parts(rows, cols) {
-                    largest = largest.max(widened(weight, part, largest_magnitude)?);
+                    largest = largest.max(rows_in_f32(weight, part, largest_magnitude)?);
                 }
                 Some(largest)
             }
             _ => None,
         };
         for part in parts(rows, cols) {
-            let codes = widened(weight, part.clone(), |values| {
+            let codes = rows_in_f32(weight, part.clone(), |values| {
                 quantize_part(values, &part, cols, scheme, whole)
             })??;
             builder.push_codes(&codes)?;
@@ -271,21 +271,10 @@ fn parts(rows: usize, cols: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// What `take` makes of some rows of a matrix in f32.
-fn widened<T>(weight: &Tensor, rows: Range<usize>, take: impl FnOnce(&[f32]) -> T) -> Result<T> {
-    let part = weight.narrow(0, rows.start, rows.len())?;
-    let (storage, layout) = part.storage_and_layout();
-    if let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) {
-        match storage {
-            CpuStorage::F32(values) => return Ok(take(&values[start..end])),
-            CpuStorage::F16(values) => {
-                return Ok(take(&pool::map(&values[start..end], |v| v.to_f32())));
-            }
-            CpuStorage::BF16(values) => {
-                return Ok(take(&pool::map(&values[start..end], |v| v.to_f32())));
-            }
-            _ => {}
-        }
-    }
-    let values = part.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-    Ok(take(&values))
+fn rows_in_f32<T>(
+    weight: &Tensor,
+    rows: Range<usize>,
+    take: impl FnOnce(&[f32]) -> T,
+) -> Result<T> {
+    widened(&weight.narrow(0, rows.start, rows.len())?, take)
 }

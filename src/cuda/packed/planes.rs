@@ -1,14 +1,12 @@
 //! The scales and zero points of codes in the order in which kernels read them.
 
 use super::{K_BLOCK, NVFP4_SCALES, PackedLayout, ROW_GROUP};
-use crate::cuda::Address;
 use crate::cuda::abi::FP8_BLOCK;
+use crate::cuda::{Address, upload};
 use crate::pool;
 use crate::quant::{Codes, NVFP4_GROUP, Scheme, e4m3};
-use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, result, sys};
-use candle_core::{Error, Result};
+use candle_core::{CudaDevice, Result};
 use half::f16;
-use std::borrow::Cow;
 
 /// What lies behind the codes.
 pub(super) enum Plane {
@@ -21,25 +19,19 @@ impl Plane {
     /// Copies it to the device.
     ///
     /// # Safety
-    /// There is room from `to` on until the stream has passed this.
-    pub unsafe fn upload(&self, to: Address, stream: sys::CUstream) -> Result<()> {
-        /// # Safety
-        /// As above.
-        unsafe fn copy<T: DeviceRepr>(of: &[T], to: Address, by: sys::CUstream) -> Result<()> {
-            if of.is_empty() {
-                return Ok(());
-            }
-            // SAFETY: the caller's; the driver has read pageable memory when the call returns.
-            unsafe { result::memcpy_htod_async(to, of, by) }.map_err(Error::wrap)
+    /// There is room from `to` on until the device's stream has passed this.
+    pub unsafe fn upload(&self, to: Address, device: &CudaDevice) -> Result<()> {
+        fn bytes<T: Copy>(plane: &[T]) -> &[u8] {
+            // SAFETY: the planes' types are numbers, all of whose bytes are initialised.
+            unsafe { std::slice::from_raw_parts(plane.as_ptr().cast(), size_of_val(plane)) }
         }
+        let bytes = match self {
+            Plane::Floats(plane) => bytes(plane),
+            Plane::Halves(plane) => bytes(plane),
+            Plane::Bytes(plane) => plane,
+        };
         // SAFETY: the caller's.
-        unsafe {
-            match self {
-                Plane::Floats(plane) => copy(plane, to, stream),
-                Plane::Halves(plane) => copy(plane, to, stream),
-                Plane::Bytes(plane) => copy(plane, to, stream),
-            }
-        }
+        unsafe { upload(to, bytes, device) }
     }
 }
 
@@ -183,14 +175,4 @@ pub(super) fn zero_where_scales_are(codes: &Codes, row: usize, rows: &mut [i8]) 
             group.fill(0);
         }
     }
-}
-
-/// The codes, with zeros where a scale of NVFP4 is zero.
-pub(super) fn zeroed_where_scales_are(codes: &Codes) -> Cow<'_, [i8]> {
-    if pool::all(&codes.group_scales, |b| *b != 0) {
-        return Cow::Borrowed(&codes.codes);
-    }
-    let mut all = codes.codes.clone();
-    zero_where_scales_are(codes, 0, &mut all);
-    Cow::Owned(all)
 }

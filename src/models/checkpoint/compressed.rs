@@ -18,7 +18,6 @@
 //! | `weight_scale` | `[N, groups]`, or of one value | |
 //! | `weight_zero_point` | i8, as the scale, if there | |
 
-use super::packing::Matrix;
 use super::tensors::{StoredInts, Tensors, unpack};
 use super::unpacked::Unpacked;
 use super::words::InWords;
@@ -76,8 +75,11 @@ pub fn read_packed(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Resul
     Ok(InWords { rest, words })
 }
 
-/// The matrix of a layer in `int-quantized`.
-pub fn read_bytes(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result<Matrix> {
+/// The matrix of a layer in `int-quantized`: its codes as words, if rows are whole ones.
+pub fn read_bytes(
+    tensors: &Tensors<'_>,
+    (rows, cols): (usize, usize),
+) -> Result<(Unpacked, Option<Words>)> {
     let scales = scales(tensors, (rows, cols))?;
     let groups = scales.len() / rows;
     let zeros = match tensors.has(ZERO_POINT) {
@@ -100,18 +102,18 @@ pub fn read_bytes(tensors: &Tensors<'_>, (rows, cols): (usize, usize)) -> Result
     let size = [rows, cols];
     let Some(layout) = WordLayout::of_rows(8, cols, IN_ORDER) else {
         let codes = tensors.bytes("weight", &size)?;
-        return Ok(Matrix::Codes(Unpacked {
+        let rest = Unpacked {
             codes: codes.into_iter().map(|q| q ^ 0x80).collect(),
             ..rest
-        }));
+        };
+        return Ok((rest, None));
     };
     let layout = WordLayout {
         signed: true,
         ..layout
     };
     let words = tensors.codes_in_bytes("weight", &size)?;
-    let words = Words { words, layout };
-    Ok(Matrix::Words(InWords { rest, words }))
+    Ok((rest, Some(Words { words, layout })))
 }
 
 /// Zero points `[rows, groups]` beside packed codes. Those of a tensor are not packed themselves.

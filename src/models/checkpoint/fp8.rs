@@ -95,7 +95,9 @@ impl Floats {
             && let Some(scheme) = self.scheme(heads, to.device)
         {
             #[cfg(feature = "cuda")]
-            if let Some(weight) = self.on_gpu(scheme, to)? {
+            if to.unpacks_words(heads)
+                && let Some(weight) = self.on_gpu(scheme, to)?
+            {
                 return Ok(weight);
             }
             let codes = self.into_codes(scheme, heads)?;

@@ -17,7 +17,7 @@ use candle_core::{Device, Result, Tensor};
 pub struct Kept {
     /// Without the codes themselves.
     pub shell: Codes,
-    /// These.
+    /// Where they are.
     pub words: Words,
 }
 

@@ -25,7 +25,7 @@ pub enum Packing {
 }
 
 /// What is read.
-pub enum Matrix {
+enum Matrix {
     Codes(Unpacked),
     Words(InWords),
     Floats(fp8::Floats),
@@ -160,7 +160,12 @@ impl Packing {
             Packing::PackQuantized => {
                 return compressed::read_packed(tensors, size).map(Matrix::Words);
             }
-            Packing::IntQuantized => return compressed::read_bytes(tensors, size),
+            Packing::IntQuantized => {
+                return Ok(match compressed::read_bytes(tensors, size)? {
+                    (rest, Some(words)) => Matrix::Words(InWords { rest, words }),
+                    (codes, None) => Matrix::Codes(codes),
+                });
+            }
             Packing::BitNet(layer) => bitnet::read(tensors, size, layer),
             Packing::Fp8(block) => return fp8::read(tensors, size, block).map(Matrix::Floats),
             Packing::Nvfp4 => return nvfp4::read(tensors, size).map(Matrix::Kept),

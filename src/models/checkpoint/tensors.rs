@@ -1,6 +1,7 @@
-//! The tensors of one layer of a checkpoint, on the host.
+//! The tensors of one layer of a checkpoint, on the host but for the codes that a GPU unpacks.
 
 use crate::pool;
+use crate::quant::widened;
 use crate::quant::words::WordLayout;
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -285,17 +286,7 @@ impl<'a> Tensors<'a> {
     pub fn numbers(&self, part: &str) -> Result<(Vec<f32>, Vec<usize>)> {
         let tensor = self.stored(part, NUMBERS, &Device::Cpu)?;
         let dims = tensor.dims().to_vec();
-        let tensor = tensor.flatten_all()?;
-        let (storage, layout) = tensor.storage_and_layout();
-        let values = match (&*storage, layout.contiguous_offsets()) {
-            (Storage::Cpu(CpuStorage::F16(values)), Some((start, end))) => {
-                pool::map(&values[start..end], |value| value.to_f32())
-            }
-            (Storage::Cpu(CpuStorage::BF16(values)), Some((start, end))) => {
-                pool::map(&values[start..end], |value| value.to_f32())
-            }
-            _ => tensor.to_dtype(DType::F32)?.to_vec1()?,
-        };
+        let values = widened(&tensor, <[f32]>::to_vec)?;
         Ok((values, dims))
     }
 
@@ -306,7 +297,7 @@ impl<'a> Tensors<'a> {
         let tensor = tensor.flatten_all()?;
         Ok(match tensor.dtype() == BYTES.dtype {
             true => (Stored::Bytes(tensor.to_vec1()?), dims),
-            false => (Stored::Numbers(self.numbers(part)?.0), dims),
+            false => (Stored::Numbers(widened(&tensor, <[f32]>::to_vec)?), dims),
         })
     }
 

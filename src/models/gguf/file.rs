@@ -151,7 +151,7 @@ impl<R: Seek + Read> File<'_, R> {
     fn on_gpu(&mut self, name: &str, rows: usize, cols: usize) -> Result<Option<Arc<BlockMatrix>>> {
         let stay = self.multiplies_blocks && self.device.is_cuda();
         let (dtype, start) = match self.ct.tensor_infos.get(name) {
-            Some(info) if stay && info.shape.dims() == [rows, cols] => (
+            Some(info) if stay && rows * cols > 0 && info.shape.dims() == [rows, cols] => (
                 info.ggml_dtype,
                 self.ct.tensor_data_offset.saturating_add(info.offset),
             ),

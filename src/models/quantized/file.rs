@@ -301,7 +301,7 @@ impl QuantizedFile {
                 if let Device::Cuda(cuda) = device
                     && *stored == dtype
                 {
-                    return upload_tensor(bytes, dtype, shape, cuda);
+                    return named(name, upload_tensor(bytes, dtype, shape, cuda));
                 }
                 Tensor::from_raw_buffer(bytes, *stored, shape, &Device::Cpu)?
                     .to_dtype(dtype)?

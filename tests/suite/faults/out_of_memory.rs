@@ -105,6 +105,8 @@ struct Tally {
     runs: usize,
     errors: BTreeMap<String, usize>,
     without_graph: BTreeMap<String, usize>,
+    /// Weights went to the GPU by way of memory that is not page-locked.
+    pageable: BTreeMap<String, usize>,
 }
 
 impl Tally {
@@ -155,7 +157,8 @@ impl Trial<'_> {
         panic!("{}: no run is without a fault", self.tiny.name)
     }
 
-    /// Whether there was a fault. It was an error, or keeps steps from being recorded, which is said.
+    /// Whether there was a fault. It was an error, or keeps steps from being recorded, which is said, or weights from going
+    /// through page-locked memory, which is not.
     fn told(&self, what: &str, failed: Option<String>, run: &Run, tally: &mut Tally) -> bool {
         let about_memory = |text: &str| {
             assert!(text.to_lowercase().contains("memory"), "{what}: {text}");
@@ -166,6 +169,9 @@ impl Trial<'_> {
             (_, [error]) => {
                 about_memory(error);
                 Tally::count(&mut tally.errors, stage(error));
+            }
+            (Some(function), []) if function == "cuMemHostAlloc" && run.refusal.is_none() => {
+                Tally::count(&mut tally.pageable, function);
             }
             (Some(function), []) => {
                 let why = run.refusal.as_deref().filter(|_| !self.tiny.plain);
