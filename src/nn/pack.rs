@@ -11,8 +11,10 @@ use crate::pool;
 #[cfg(feature = "cuda")]
 use crate::quant::words::Words;
 use crate::quant::{BlockFormat, Codes, widened};
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 use std::sync::{Arc, Mutex};
 
 /// An error that begins with the tensor's name.
@@ -187,6 +189,7 @@ mod tests {
     use super::*;
     #[cfg(feature = "cuda")]
     use crate::quant::Scheme;
+    use candle_core::DType;
 
     #[test]
     fn rows_that_threads_quantize_are_candles() -> Result<()> {

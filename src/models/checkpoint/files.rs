@@ -128,8 +128,6 @@ impl Checkpoint {
         #[cfg(feature = "cuda")]
         if let (Device::Cuda(device), Some(dtype)) = (device, on_gpu(view.dtype())) {
             let tensor = upload_tensor(view.data(), dtype, view.shape(), device);
-            // SAFETY: the bytes are those of a file that `open` mapped to be read.
-            unsafe { let_go(view.data()) };
             return named(name, tensor);
         }
         match view.dtype() {
@@ -152,35 +150,6 @@ fn on_gpu(stored: Dtype) -> Option<DType> {
         Dtype::U8 | Dtype::I8 => Some(DType::U8),
         _ => None,
     }
-}
-
-/// Lets go of the pages of a mapped file that have been read, so that the process does not hold the whole file at the end. Who
-/// reads them again gets them from the file, or from where the system keeps it.
-///
-/// # Safety
-/// The bytes are those of a file that is mapped and not written to.
-#[cfg(feature = "cuda")]
-unsafe fn let_go(bytes: &[u8]) {
-    #[cfg(target_os = "linux")]
-    {
-        // SAFETY: it takes a number and gives one.
-        let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(0);
-        let start = bytes.as_ptr() as usize;
-        let (Some(first), Some(end)) = (
-            start.checked_next_multiple_of(page),
-            (start + bytes.len())
-                .checked_div(page)
-                .map(|pages| pages * page),
-        ) else {
-            return;
-        };
-        if first < end {
-            // SAFETY: the pages lie within the bytes, and what they hold is the file's.
-            unsafe { libc::madvise(first as *mut _, end - first, libc::MADV_DONTNEED) };
-        }
-    }
-    #[cfg(not(target_os = "linux"))]
-    let _ = bytes;
 }
 
 /// Whether the configuration is asked for, behind whatever a builder puts in front of its names.
@@ -232,26 +201,5 @@ impl SimpleBackend for Checkpoint {
         let stem = name.strip_suffix(".weight");
         let renamed = |stem| Packing::is_renamed(&Tensors::new(self, stem));
         is_config(name) || self.contains(name) || stem.is_some_and(renamed)
-    }
-}
-
-#[cfg(all(test, feature = "cuda"))]
-mod tests {
-    use super::let_go;
-
-    #[test]
-    fn what_is_let_go_of_comes_back() -> std::io::Result<()> {
-        let stored: Vec<u8> = (0..50_001u32).map(|i| (i % 251) as u8).collect();
-        let file = tempfile::NamedTempFile::new()?;
-        std::fs::write(file.path(), &stored)?;
-        // SAFETY: nobody writes to the file.
-        let mapped = unsafe { memmap2::Mmap::map(file.as_file())? };
-        assert!(mapped[..] == stored);
-        for (first, end) in [(0, 50_001), (13, 40_000), (4096, 8192), (5, 6), (7, 7)] {
-            // SAFETY: the file is mapped to be read.
-            unsafe { let_go(&mapped[first..end]) };
-            assert!(mapped[..] == stored);
-        }
-        Ok(())
     }
 }
