@@ -217,9 +217,11 @@ pub(crate) fn upload_from(
 /// As there.
 pub(crate) unsafe fn upload(to: Address, bytes: &[u8], device: &CudaDevice) -> Result<()> {
     let fill = |first: usize, out: &mut [u8]| out.copy_from_slice(&bytes[first..][..out.len()]);
+    // A statement of its own: a `match` would keep the lock that `upload_rows` takes.
+    let is_free = Staging::of(Gpu::of(device)?, bytes.len()).is_some();
     // SAFETY: the caller's.
     unsafe {
-        match Staging::of(Gpu::of(device)?, bytes.len()).is_some() {
+        match is_free {
             true => upload_rows(to, (bytes.len(), 1), device, fill),
             false => copy(to, bytes, device),
         }
