@@ -126,10 +126,7 @@ fn blocks(weight: &Tensor, dtype: GgmlDType) -> Result<Vec<u8>> {
     let of_row = BlockFormat::of(dtype)?.row_bytes(cols)?;
     let weight = weight.to_device(&Device::Cpu)?;
     widened(&weight, |values| {
-        let is_finite = |w: &f32| w.is_finite();
-        if !pool::all(values, is_finite)
-            && let Some(at) = values.iter().position(|w| !is_finite(w))
-        {
+        if let Some(at) = pool::first_without(values, |w| w.is_finite()) {
             bail!(
                 "weights: a value that is not finite at row {}, column {}",
                 at / cols,

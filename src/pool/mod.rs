@@ -13,7 +13,7 @@
 mod passes;
 mod protocol;
 
-pub(crate) use passes::{all, map};
+pub(crate) use passes::{all, first_without, map};
 
 use protocol::{Shared, Task};
 use std::cell::Cell;

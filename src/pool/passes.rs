@@ -25,6 +25,17 @@ pub(crate) fn all<T: Sync>(values: &[T], test: impl Fn(&T) -> bool + Sync) -> bo
     !failed.into_inner()
 }
 
+/// The place of the first value for which `test` does not hold. One thread looks for it, where there is one.
+pub(crate) fn first_without<T: Sync>(
+    values: &[T],
+    test: impl Fn(&T) -> bool + Sync,
+) -> Option<usize> {
+    match all(values, &test) {
+        true => None,
+        false => values.iter().position(|value| !test(value)),
+    }
+}
+
 /// What `change` makes of each value.
 pub(crate) fn map<T: Sync, U: Send + Clone + Default>(
     values: &[T],
@@ -41,7 +52,7 @@ pub(crate) fn map<T: Sync, U: Send + Clone + Default>(
 
 #[cfg(test)]
 mod tests {
-    use super::{GRAIN, all, map};
+    use super::{GRAIN, all, first_without, map};
 
     #[test]
     fn every_value_is_taken() {
@@ -54,8 +65,10 @@ mod tests {
         );
         for at in [0, GRAIN - 1, GRAIN, values.len() - 1] {
             assert!(!all(&values, |v| *v != at));
+            assert_eq!(first_without(&values, |v| *v < at), Some(at));
         }
         assert!(all(&values, |v| *v < values.len()));
+        assert_eq!(first_without(&values, |v| *v < values.len()), None);
         assert!(all::<u8>(&[], |_| false) && map::<u8, u8>(&[], |v| *v).is_empty());
     }
 }

@@ -65,10 +65,7 @@ impl Codes {
             bail!("codes: {} given for {rows} x {cols}", self.codes.len());
         }
         let (low, high) = scheme.code_range();
-        let is_known = |q: &i8| (low..=high).contains(q);
-        if !pool::all(&self.codes, is_known)
-            && let Some(at) = self.codes.iter().position(|q| !is_known(q))
-        {
+        if let Some(at) = pool::first_without(&self.codes, |q| (low..=high).contains(q)) {
             bail!(
                 "codes: {} at row {}, column {}, expected {low} to {high}",
                 self.codes[at],
@@ -106,10 +103,8 @@ impl Codes {
                 self.group_scales.len()
             );
         }
-        let is_positive = |b: &u8| *b < e4m3::NAN;
-        if !pool::all(&self.group_scales, is_positive)
-            && let Some(b) = self.group_scales.iter().find(|b| !is_positive(b))
-        {
+        if let Some(at) = pool::first_without(&self.group_scales, |b| *b < e4m3::NAN) {
+            let b = self.group_scales[at];
             bail!("group_scales: {b:#x}, expected an e4m3 number of positive sign");
         }
         let half = scheme.has_f16_scales();
@@ -118,9 +113,8 @@ impl Codes {
                 & (!half || f16::from_f32(*s).to_f32() == *s)
                 & (!scheme.is_fp8() || s.is_sign_positive())
         };
-        if !pool::all(&self.scales, is_stored)
-            && let Some(s) = self.scales.iter().find(|s| !is_stored(s))
-        {
+        if let Some(at) = pool::first_without(&self.scales, is_stored) {
+            let s = self.scales[at];
             let kind = match (half, scheme.is_fp8()) {
                 (true, _) => "an f16",
                 (_, true) => "a finite number of positive sign",

@@ -41,6 +41,15 @@ impl WordLayout {
         })
     }
 
+    /// The same of signed bytes.
+    pub fn of_signed_rows(cols: usize) -> Option<Self> {
+        let layout = Self::of_rows(8, cols, IN_ORDER)?;
+        Some(Self {
+            signed: true,
+            ..layout
+        })
+    }
+
     /// Binary logarithms of the rows and of the columns that share a word.
     pub fn logs(&self) -> [u32; 2] {
         let log = (32 / self.bits).ilog2();

@@ -82,9 +82,7 @@ fn check(weights: &[f32], rows: &Range<usize>, cols: usize, scheme: Scheme) -> R
         );
     }
     scheme.check(cols)?;
-    if !pool::all(weights, |w| w.is_finite())
-        && let Some(at) = weights.iter().position(|w| !w.is_finite())
-    {
+    if let Some(at) = pool::first_without(weights, |w| w.is_finite()) {
         bail!(
             "weights: {} at row {}, column {}, expected a finite number",
             weights[at],

@@ -45,7 +45,7 @@ abi! {
         zeros: Mut<u8>,
         /// Becomes 1 if a weight or a scale is no finite number, of which the host says where it is.
         refused: Mut<u32>,
-        /// Becomes the bits of the largest magnitude, from 0 on, where that is what is asked for.
+        /// The bits of the largest magnitude, 0 before the launch. `quantize_weights_largest` alone writes it.
         largest: Mut<u32>,
         rows: u64,
         cols: u32,

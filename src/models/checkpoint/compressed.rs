@@ -100,17 +100,13 @@ pub fn read_bytes(
         groups: None,
     };
     let size = [rows, cols];
-    let Some(layout) = WordLayout::of_rows(8, cols, IN_ORDER) else {
+    let Some(layout) = WordLayout::of_signed_rows(cols) else {
         let codes = tensors.bytes("weight", &size)?;
         let rest = Unpacked {
             codes: codes.into_iter().map(|q| q ^ 0x80).collect(),
             ..rest
         };
         return Ok((rest, None));
-    };
-    let layout = WordLayout {
-        signed: true,
-        ..layout
     };
     let words = tensors.codes_in_bytes("weight", &size)?;
     Ok((rest, Some(Words { words, layout })))

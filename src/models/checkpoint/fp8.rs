@@ -20,7 +20,7 @@ use crate::nn::pack::on_device;
 #[cfg(feature = "cuda")]
 use crate::nn::pack::words_on_device;
 #[cfg(feature = "cuda")]
-use crate::quant::words::{IN_ORDER, WordLayout, Words};
+use crate::quant::words::{WordLayout, Words};
 use crate::quant::{Codes, FP8_BLOCK, Scheme, e4m3};
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -110,7 +110,7 @@ impl Floats {
     /// The weight, if its codes are on a GPU, and no NaN is among them: these are marked by the host.
     #[cfg(feature = "cuda")]
     fn on_gpu(&self, scheme: Scheme, to: Target<'_>) -> Result<Option<LinearWeight>> {
-        let Some(layout) = WordLayout::of_rows(8, self.cols, IN_ORDER) else {
+        let Some(layout) = WordLayout::of_signed_rows(self.cols) else {
             return Ok(None);
         };
         if !self.codes.device().is_cuda() || holds_nan(&self.codes)? {
@@ -118,10 +118,7 @@ impl Floats {
         }
         let words = Words {
             words: self.codes.clone(),
-            layout: WordLayout {
-                signed: true,
-                ..layout
-            },
+            layout,
         };
         let weight = words_on_device(&self.shell(scheme), (&words, None), to.device)?;
         Ok(Some(LinearWeight::Packed(weight)))

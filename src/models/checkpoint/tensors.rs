@@ -363,7 +363,7 @@ pub fn transposed<T: Copy + Send + Sync + Default>(
 pub fn fields(words: &[u32], bits: u32) -> Vec<u8> {
     let (mask, in_word) = ((1 << bits) - 1, (32 / bits) as usize);
     let mut out = vec![0u8; words.len() * in_word];
-    pool::for_rows(&mut out, in_word, 1 << 14, |first, part| {
+    pool::for_rows(&mut out, in_word, GRAIN * TILE, |first, part| {
         for (word, fields) in words[first..].iter().zip(part.chunks_exact_mut(in_word)) {
             for (i, field) in (0..).zip(fields) {
                 *field = (word >> (i * bits) & mask) as u8;

@@ -134,11 +134,8 @@ impl Unpacked {
         if let Some(zeros) = self.zeros.as_ref().filter(|zeros| zeros.len() != count) {
             bail!("zero points: {} given, expected {count}", zeros.len());
         }
-        let is_number = |scale: &f32| scale.is_finite();
-        if !pool::all(&self.scales, is_number)
-            && let Some(scale) = self.scales.iter().find(|scale| !is_number(scale))
-        {
-            bail!("scales: {scale}, expected a number");
+        if let Some(at) = pool::first_without(&self.scales, |scale| scale.is_finite()) {
+            bail!("scales: {}, expected a number", self.scales[at]);
         }
         Ok(cols / groups)
     }
@@ -221,10 +218,8 @@ impl Unpacked {
 
     fn into_int4(self, group: usize) -> Result<Codes> {
         let shell = self.int4(group)?;
-        if !pool::all(&self.codes, |q| *q <= 15)
-            && let Some(q) = self.codes.iter().find(|q| **q > 15)
-        {
-            bail!("codes: {q}, expected 0 to 15");
+        if let Some(at) = pool::first_without(&self.codes, |q| *q <= 15) {
+            bail!("codes: {}, expected 0 to 15", self.codes[at]);
         }
         Ok(Codes {
             codes: pool::map(&self.codes, |q| *q as i8),
@@ -344,10 +339,8 @@ fn signed(code: u8) -> i8 {
 fn halves(scales: &[f32]) -> Result<Vec<f32>> {
     let half = |scale: &f32| f16::from_f32(*scale).to_f32();
     let is_half = |scale: &f32| half(scale) == *scale || scale.abs() < NORMAL;
-    if !pool::all(scales, is_half)
-        && let Some(scale) = scales.iter().find(|scale| !is_half(scale))
-    {
-        bail!("scales: {scale}, expected an f16");
+    if let Some(at) = pool::first_without(scales, is_half) {
+        bail!("scales: {}, expected an f16", scales[at]);
     }
     Ok(pool::map(scales, half))
 }
