@@ -231,10 +231,8 @@ impl Weights {
                 let config = read_config(architecture, config, &files)?;
                 let tensors: Box<dyn SimpleBackend> = match quantized {
                     Some(file) => Box::new(file),
-                    // SAFETY: the files are mapped read-only; like every memory-mapped loader this one
-                    // asks that nobody truncates them while the model is in use.
                     None => Box::new(
-                        unsafe { models::Checkpoint::open(&files.weights, &text) }
+                        models::Checkpoint::open(&files.weights, &text)
                             .context("the weights cannot be opened")?,
                     ),
                 };

@@ -55,4 +55,4 @@ pub(crate) use rows::{PIECES, Rows, UNALIGNED};
 pub(crate) use scratch::Scratch;
 pub use table::KernelInfo;
 pub(crate) use table::describe;
-pub(crate) use upload::{upload, upload_from, upload_rows, upload_tensor};
+pub(crate) use upload::{upload, upload_from, upload_rows, upload_tensor, upload_tensor_from};

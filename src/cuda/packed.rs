@@ -242,6 +242,7 @@ impl PackedLayout {
                 if !out.iter().fold(true, known) {
                     unknown.store(true, Relaxed);
                 }
+                Ok(())
             };
             // SAFETY: the allocation has room for so many codes.
             unsafe { upload_rows(plain.address(), (rows, self.cols), device, fill)? };

@@ -175,18 +175,16 @@ unsafe fn upload_parts(
 /// `to` has room for the rows until the stream has passed this.
 ///
 /// # Errors
-/// If the driver refuses a copy.
+/// If the driver refuses a copy, or one of those of `fill`.
 pub(crate) unsafe fn upload_rows(
     to: Address,
     (rows, width): (usize, usize),
     device: &CudaDevice,
-    fill: impl Fn(usize, &mut [u8]) + Sync,
+    fill: impl Fn(usize, &mut [u8]) -> Result<()> + Sync,
 ) -> Result<()> {
     let all = |first: usize, part: &mut [u8]| {
-        pool::for_rows(part, width, GRAIN.div_ceil(width), |row, rows| {
-            fill(first + row, rows);
-        });
-        Ok(())
+        let grain = GRAIN.div_ceil(width);
+        pool::try_for_rows(part, width, grain, |row, rows| fill(first + row, rows))
     };
     // SAFETY: the caller's.
     unsafe { upload_parts(to, (rows, width), device, all) }
@@ -216,7 +214,10 @@ pub(crate) fn upload_from(
 /// # Errors
 /// As there.
 pub(crate) unsafe fn upload(to: Address, bytes: &[u8], device: &CudaDevice) -> Result<()> {
-    let fill = |first: usize, out: &mut [u8]| out.copy_from_slice(&bytes[first..][..out.len()]);
+    let fill = |first: usize, out: &mut [u8]| {
+        out.copy_from_slice(&bytes[first..][..out.len()]);
+        Ok(())
+    };
     // A statement of its own: a `match` would keep the lock that `upload_rows` takes.
     let is_free = Staging::of(Gpu::of(device)?, bytes.len()).is_some();
     // SAFETY: the caller's.
@@ -261,6 +262,24 @@ pub(crate) fn upload_tensor(
     Ok(tensor(data, shape))
 }
 
+/// A tensor of bytes that `read` writes, from one of them on. Many threads call it at a time.
+///
+/// # Errors
+/// If there is no CUDA storage of the dtype, the device's memory does not suffice, or one of those of `read`.
+pub(crate) fn upload_tensor_from(
+    dtype: DType,
+    shape: &[usize],
+    device: &CudaDevice,
+    read: impl Fn(usize, &mut [u8]) -> Result<()> + Sync,
+) -> Result<Tensor> {
+    let count = shape.iter().product::<usize>();
+    let (data, to) = room(dtype, count, device)?;
+    let bytes = count * dtype.size_in_bytes();
+    // SAFETY: the allocation has room for as many, and is used and freed on the stream.
+    unsafe { upload_rows(to, (bytes, 1), device, read)? };
+    Ok(tensor(data, shape))
+}
+
 /// Memory for so many elements, all of which are to be written, and its address.
 fn room(dtype: DType, count: usize, device: &CudaDevice) -> Result<(CudaStorage, Address)> {
     let data = alloc(OP, device, dtype, count)?;
@@ -293,6 +312,15 @@ mod tests {
             assert!(tensor.to_vec1::<u8>()? == sent, "{count} bytes");
             let read = upload_from(&mut Cursor::new(&sent), count, &device)?;
             assert!(read.to_vec1::<u8>()? == sent, "{count} bytes of a file");
+            let read = |first: usize, out: &mut [u8]| {
+                out.copy_from_slice(&sent[first..][..out.len()]);
+                Ok(())
+            };
+            let read = upload_tensor_from(DType::U8, &[count], &device, read)?;
+            assert!(
+                read.to_vec1::<u8>()? == sent,
+                "{count} bytes by all threads"
+            );
         }
         // Rows wider than a part.
         let (rows, width) = (2, PART + 5);
@@ -301,6 +329,7 @@ mod tests {
             for (row, out) in (first..).zip(out.chunks_exact_mut(width)) {
                 out.fill(row as u8 + 1);
             }
+            Ok(())
         };
         // SAFETY: there is room for them.
         unsafe { upload_rows(to, (rows, width), &device, fill)? };
@@ -321,6 +350,11 @@ mod tests {
         let sent = bytes(3 * PART);
         let short = upload_from(&mut Cursor::new(&sent[..2 * PART]), 3 * PART, &device);
         assert!(short.is_err());
+        let short = |first: usize, out: &mut [u8]| match first + out.len() > 2 * PART {
+            true => Err(Error::Msg("cut short".to_owned())),
+            false => Ok(()),
+        };
+        assert!(upload_tensor_from(DType::U8, &[3 * PART], &device, short).is_err());
         let panics = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let (_data, to) = room(DType::U8, PART, &device).unwrap();
             // SAFETY: there is room for them.

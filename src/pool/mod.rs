@@ -13,7 +13,7 @@
 mod passes;
 mod protocol;
 
-pub(crate) use passes::{all, first_without, map};
+pub(crate) use passes::{all, first_without, map, try_for_rows};
 
 use protocol::{Shared, Task};
 use std::cell::Cell;

@@ -1,6 +1,7 @@
 //! Passes over many values, shared out among the threads of the pool.
 
 use super::{for_ranges, for_rows};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Values that a task takes at least.
@@ -50,9 +51,45 @@ pub(crate) fn map<T: Sync, U: Send + Clone + Default>(
     changed
 }
 
+/// As [`for_rows`], of what may fail.
+///
+/// # Errors
+/// One of those of `body`, if there are any.
+pub(crate) fn try_for_rows<T: Send, E: Send>(
+    out: &mut [T],
+    width: usize,
+    grain: usize,
+    body: impl Fn(usize, &mut [T]) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let failed = Mutex::new(None);
+    for_rows(out, width, grain, |first, rows| {
+        if let Err(e) = body(first, rows) {
+            // Poisoned or not: it holds a value that has been stored as a whole.
+            *failed.lock().unwrap_or_else(|e| e.into_inner()) = Some(e);
+        }
+    });
+    match failed.into_inner().unwrap_or_else(|e| e.into_inner()) {
+        Some(e) => Err(e),
+        None => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{GRAIN, all, first_without, map};
+    use super::{GRAIN, all, first_without, map, try_for_rows};
+
+    #[test]
+    fn an_error_comes_back() {
+        let mut out = vec![0; 3 * GRAIN];
+        let odd = |first: usize, rows: &mut [i32]| match first {
+            0 => Ok(rows.fill(1)),
+            other => Err(other),
+        };
+        assert_eq!(try_for_rows(&mut out[..GRAIN], 1, GRAIN, odd), Ok(()));
+        assert!(out[..GRAIN].iter().all(|v| *v == 1));
+        let error = try_for_rows(&mut out, 1, GRAIN, odd);
+        assert!(error == Err(GRAIN) || error == Err(2 * GRAIN), "{error:?}");
+    }
 
     #[test]
     fn every_value_is_taken() {

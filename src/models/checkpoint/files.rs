@@ -1,19 +1,16 @@
-//! The files of a checkpoint, mapped.
+//! The files of a checkpoint, beside their configuration.
 
 use super::config::Format;
 use super::packing::Packing;
+use super::shards::Shards;
 use super::tensors::{AS_STORED, CONFIG, Read, Tensors, stored_dtype};
-#[cfg(feature = "cuda")]
-use crate::cuda::upload_tensor;
 use crate::nn::pack::named;
-use candle_core::safetensors::{Load, MmapedSafetensors};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use safetensors::Dtype;
 use std::path::Path;
 
-/// A checkpoint of the hub, dense or quantized: its safetensors files, mapped, and its `config.json`,
+/// A checkpoint of the hub, dense or quantized: its safetensors files and its `config.json`,
 /// whose `quantization_config` says how quantized matrices are stored.
 ///
 /// `Llama::load`, `ModelForCausalLM::new` and their relatives take GPTQ, AWQ (`gemm`) and
@@ -34,8 +31,7 @@ use std::path::Path;
 /// use candle_fused::models::Checkpoint;
 /// use candle_fused::models::llama::{Llama, LlamaConfig};
 /// let config = std::fs::read_to_string("Llama-3.2-1B-GPTQ/config.json")?;
-/// // SAFETY: nobody changes the file while the model loads.
-/// let checkpoint = unsafe { Checkpoint::open(&["Llama-3.2-1B-GPTQ/model.safetensors"], &config)? };
+/// let checkpoint = Checkpoint::open(&["Llama-3.2-1B-GPTQ/model.safetensors"], &config)?;
 /// let vb = checkpoint.var_builder(DType::F16, &Device::Cpu);
 /// let config: LlamaConfig = serde_json::from_str(&config)?;
 /// let llama = Llama::load(vb, &config.into_config(false))?;
@@ -57,8 +53,7 @@ use std::path::Path;
 /// // A checkpoint in compressed-tensors' layout.
 /// let quantization = save_compressed_tensors(&config, vb, &Recipe::new("int4-g32".parse()?), &path)?;
 /// let json = format!(r#"{{"quantization_config": {quantization}}}"#);
-/// // SAFETY: nobody changes the file while the model loads.
-/// let checkpoint = unsafe { Checkpoint::open(&[&path], &json)? };
+/// let checkpoint = Checkpoint::open(&[&path], &json)?;
 /// let llama = Llama::load(checkpoint.var_builder(DType::F32, &Device::Cpu), &config)?;
 /// let mut cache = Cache::new(true, DType::F32, &config, &Device::Cpu)?;
 /// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
@@ -66,31 +61,28 @@ use std::path::Path;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub struct Checkpoint {
-    tensors: MmapedSafetensors,
+    tensors: Shards,
     config: String,
     format: Option<Format>,
 }
 
 impl std::fmt::Debug for Checkpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Checkpoint({} tensors)", self.tensors.tensors().len())
+        write!(f, "Checkpoint({} tensors)", self.tensors.len())
     }
 }
 
 impl Checkpoint {
-    /// Maps the files, one or several shards, beside the text of their `config.json`.
-    ///
-    /// # Safety
-    /// As for every mapped file, nobody may change or cut a file while the result lives.
+    /// Opens the files, one or several shards, beside the text of their `config.json`. Tensors are read when they are
+    /// asked for, by all threads.
     ///
     /// # Errors
     /// If a file cannot be read or is no safetensors file, `config` is no JSON, or its
     /// `quantization_config` asks for what cannot be had exactly, by the field's name.
-    pub unsafe fn open(files: &[impl AsRef<Path>], config: &str) -> Result<Self> {
+    pub fn open(files: &[impl AsRef<Path>], config: &str) -> Result<Self> {
         Ok(Self {
             format: Format::of_config(config)?,
-            // SAFETY: the caller's.
-            tensors: unsafe { MmapedSafetensors::multi(files)? },
+            tensors: Shards::open(files)?,
             config: config.to_owned(),
         })
     }
@@ -124,31 +116,7 @@ impl Checkpoint {
         if is_config(name) {
             return Tensor::new(self.config.as_bytes(), device);
         }
-        let view = self.tensors.get(name)?;
-        #[cfg(feature = "cuda")]
-        if let (Device::Cuda(device), Some(dtype)) = (device, on_gpu(view.dtype())) {
-            let tensor = upload_tensor(view.data(), dtype, view.shape(), device);
-            return named(name, tensor);
-        }
-        match view.dtype() {
-            Dtype::I8 => Tensor::from_raw_buffer(view.data(), DType::U8, view.shape(), device),
-            _ => named(name, view.load(device)),
-        }
-    }
-}
-
-/// What tensors of a GPU's memory have of a stored dtype: the same bits. Of others candle knows more.
-#[cfg(feature = "cuda")]
-fn on_gpu(stored: Dtype) -> Option<DType> {
-    match stored {
-        Dtype::F32 => Some(DType::F32),
-        Dtype::F16 => Some(DType::F16),
-        Dtype::BF16 => Some(DType::BF16),
-        Dtype::F8_E4M3 => Some(DType::F8E4M3),
-        Dtype::I32 => Some(DType::I32),
-        Dtype::U32 => Some(DType::U32),
-        Dtype::U8 | Dtype::I8 => Some(DType::U8),
-        _ => None,
+        self.tensors.tensor(name, device)
     }
 }
 
@@ -159,7 +127,7 @@ fn is_config(name: &str) -> bool {
 
 impl Read for Checkpoint {
     fn contains(&self, name: &str) -> bool {
-        self.tensors.get(name).is_ok()
+        self.tensors.contains(name)
     }
 
     fn read_on(&self, name: &str, _: DType, device: &Device) -> Result<Tensor> {

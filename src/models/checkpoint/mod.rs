@@ -14,6 +14,7 @@ mod kept;
 mod nf4;
 mod nvfp4;
 mod packing;
+mod shards;
 mod stored;
 mod tensors;
 #[cfg(test)]
