@@ -88,12 +88,13 @@ template <int N> struct Columns {
     y[0] = fmaf(float(sums[0]), x_scale * s.x, b.x), y[1] = fmaf(float(sums[1]), x_scale * s.y, b.y);
   }
   // Sums of 8 columns, scaled, with their bias.
-  __device__ __forceinline__ void scale8(uint32_t column, float x_scale, const int (&sums)[8], float (&y)[8]) const {
+  template <typename Sum>
+  __device__ __forceinline__ void scale8(uint32_t column, float x_scale, const Sum (&sums)[8], float (&y)[8]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float4 s = *reinterpret_cast<const float4*>(scales + column + 4 * half);
       const float4 b = *reinterpret_cast<const float4*>(biases + column + 4 * half);
-      const int* from = sums + 4 * half;
+      const Sum* from = sums + 4 * half;
       float* to = y + 4 * half;
       to[0] = fmaf(float(from[0]), x_scale * s.x, b.x), to[1] = fmaf(float(from[1]), x_scale * s.y, b.y);
       to[2] = fmaf(float(from[2]), x_scale * s.z, b.z), to[3] = fmaf(float(from[3]), x_scale * s.w, b.w);

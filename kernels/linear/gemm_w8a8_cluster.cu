@@ -9,12 +9,6 @@
 
 using namespace fused;
 
-__device__ __forceinline__ void read_sums(uint32_t from, int (&sums)[8]) {
-  const uint4 a = load_shared(from), b = load_shared(from + 16);
-  sums[0] = a.x, sums[1] = a.y, sums[2] = a.z, sums[3] = a.w;
-  sums[4] = b.x, sums[5] = b.y, sums[6] = b.z, sums[7] = b.w;
-}
-
 // A warpgroup has 64 rows of x, the first factor, and N of W: a warp has 16 rows of outputs.
 template <class F> struct RowsFirst : Operands<F> {
   using Operands<F>::product, Operands<F>::fixed, Operands<F>::room;

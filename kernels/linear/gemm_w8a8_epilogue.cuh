@@ -1,6 +1,7 @@
 // The epilogue of W8A8 GEMMs (gemm_w8a8.cuh) for eight outputs in a row at a time, which are 16 or 32 bytes.
 #pragma once
 
+#include "common/mma.cuh"
 #include "linear/gemm_w8a8.cuh"
 
 namespace fused {
@@ -36,11 +37,25 @@ __device__ __forceinline__ void write8(void* p, int dtype, uint64_t at, const fl
   }
 }
 
+// Sums as they lie in shared memory.
+__device__ __forceinline__ uint32_t sum_bits(int sum) { return sum; }
+__device__ __forceinline__ uint32_t sum_bits(float sum) { return __float_as_uint(sum); }
+
+__device__ __forceinline__ void read_sums(uint32_t from, int (&sums)[8]) {
+  const uint4 a = load_shared(from), b = load_shared(from + 16);
+  sums[0] = a.x, sums[1] = a.y, sums[2] = a.z, sums[3] = a.w;
+  sums[4] = b.x, sums[5] = b.y, sums[6] = b.z, sums[7] = b.w;
+}
+__device__ __forceinline__ void read_sums(uint32_t from, float (&sums)[8]) {
+  const float4 a = load_shared_float4(from), b = load_shared_float4(from + 16);
+  sums[0] = a.x, sums[1] = a.y, sums[2] = a.z, sums[3] = a.w;
+  sums[4] = b.x, sums[5] = b.y, sums[6] = b.z, sums[7] = b.w;
+}
+
 // Outputs of row m from `column` of the tile on, which are there. `gated` are sums of what gates multiply.
-template <int N> __device__ __forceinline__ void epilogue8(const W8A8Product& p, const Place& place,
-                                                           const Columns<N>& columns, uint32_t m, float x_scale,
-                                                           uint32_t column, const int (&sums)[8],
-                                                           const int (&gated)[8]) {
+template <int N, typename Sum>
+__device__ __forceinline__ void epilogue8(const W8A8Product& p, const Place& place, const Columns<N>& columns, uint32_t m,
+                                          float x_scale, uint32_t column, const Sum (&sums)[8], const Sum (&gated)[8]) {
   const Epilogue& e = p.epilogue;
   const uint64_t at = m * e.stride + place.column[0] + column;
   float residuals[2][8];

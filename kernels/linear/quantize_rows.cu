@@ -10,7 +10,7 @@
 // trained with their input in 8 bits (BitNet b1.58, Ma et al. 2024).
 //
 // `quantize_rows_e4m3` writes 8-bit floats, a scale of max |v| / 448 for each 128 values (as in DeepSeek-V3, 2024), in
-// the order of formats/packed.cuh: the width is a multiple of 128, all addresses are aligned. On Hopper alone.
+// the order of formats/packed.cuh: the width is a multiple of 128, all addresses are aligned. From sm_89 on.
 #include "common/rows.cuh"
 #include "formats/int8_rows.cuh"
 #include "formats/packed.cuh"
@@ -42,7 +42,7 @@ constexpr float MAX_E4M3 = 448.f;
 // Two e4m3 floats, the first in the low byte.
 __device__ __forceinline__ uint32_t e4m3_pair(float a, float b) {
   uint16_t pair = 0;
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 890
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
 #endif
   return pair;

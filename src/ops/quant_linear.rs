@@ -63,10 +63,10 @@ use candle_core::{Result, Tensor};
 /// are exact in integers, and `s` times the weight row's scale is applied after them in f32. An input is off by at most
 /// half of its row's `s`. A row with values that are not finite gives a row of such values.
 ///
-/// With [`ActivationBits::Bits8`], FP8 weights on Hopper meet 64 rows of x and more in e4m3 too, where K is a multiple of
-/// 128: each 128 values of a row, after the norm, in steps of e4m3 of their largest magnitude over 448 (as in DeepSeek-V3,
-/// 2024), with the sums of each 128 added up in f32. An input is off by at most a 16th of itself, or by a 1024th of that
-/// scale.
+/// With [`ActivationBits::Bits8`], FP8 weights of such rows meet 64 rows of x and more in e4m3 on GPUs from compute
+/// capability 8.9 on, where K is a multiple of 128: each 128 values of a row, after the norm, in steps of e4m3 of their
+/// largest magnitude over 448 (as in DeepSeek-V3, 2024), with sums of at most 128 added up in f32. An input is off by at
+/// most a 16th of itself, or by a 1024th of that scale.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, by the name of the argument.

@@ -120,15 +120,16 @@ fn a_nan_reaches_its_row_alone() -> Result<()> {
     Ok(())
 }
 
-/// The kernel that takes x in e4m3.
-const KERNEL: &str = "gemm_fp8_sm90";
-
-fn hoppers() -> Result<Vec<Device>> {
+/// The GPUs whose tensor cores take e4m3, each with the kernels for x in it, the chosen one first.
+fn e4m3_kernels() -> Result<Vec<(Device, &'static [&'static str])>> {
     let mut found = Vec::new();
     for device in gpus() {
-        if architecture(&device)? == 90 {
-            found.push(device);
-        }
+        let kernels: &[_] = match architecture(&device)? {
+            ..=88 => continue,
+            90 => &["gemm_fp8_sm90", "gemm_fp8_mma"],
+            _ => &["gemm_fp8_mma"],
+        };
+        found.push((device, kernels));
     }
     Ok(found)
 }
@@ -156,7 +157,7 @@ fn in_e4m3(x: &Tensor) -> Result<Tensor> {
 /// and in f32 beyond, so that it does not grow with K.
 #[test]
 fn products_of_e4m3_add_up_in_f32() -> Result<()> {
-    for device in hoppers()? {
+    for (device, kernels) in e4m3_kernels()? {
         for scheme in SCHEMES {
             for (m, n, k) in [
                 (64, 64, 128),
@@ -164,18 +165,21 @@ fn products_of_e4m3_add_up_in_f32() -> Result<()> {
                 (130, 328, 4096),
                 (300, 136, 14336),
             ] {
-                let codes = [random(scheme, n, k), random(scheme, n + 8, k)];
-                let weights = [on(&codes[0], &device)?, on(&codes[1], &device)?];
+                let codes = [n, n + 8, 72].map(|rows| random(scheme, rows, k));
+                let weights = codes.iter().map(|codes| on(codes, &device));
+                let weights = weights.collect::<Result<Vec<_>>>()?;
                 let x = randn_on(&[m, k], DType::F32, &Device::Cpu)?;
                 let none = Epilogue::default();
                 let expected = reference(&in_e4m3(&x)?, Prologue::None, &dense(&codes)?, &none)?;
                 let x = x.to_device(&device)?;
-                let got = with_kernel(Some(KERNEL), || {
-                    let bits = ActivationBits::Bits8;
-                    quant_linear_with(&x, Prologue::None, &weights, &none, bits)
-                })?;
-                let error = widest_error(&got, &expected.concat())?;
-                assert!(error < 8e-4, "{scheme} {m}x{n}x{k}: {error:e}");
+                for kernel in kernels {
+                    let got = with_kernel(Some(kernel), || {
+                        let bits = ActivationBits::Bits8;
+                        quant_linear_with(&x, Prologue::None, &weights, &none, bits)
+                    })?;
+                    let error = widest_error(&got, &expected.concat())?;
+                    assert!(error < 8e-4, "{kernel} {scheme} {m}x{n}x{k}: {error:e}");
+                }
             }
         }
     }
@@ -206,7 +210,7 @@ fn dense(codes: &[Codes]) -> Result<Vec<Weight>> {
 /// output on average, five times that rarely).
 #[test]
 fn products_of_e4m3_in_every_fused_form() -> Result<()> {
-    for device in hoppers()? {
+    for (device, kernels) in e4m3_kernels()? {
         for (i, activation) in ACTIVATIONS.into_iter().enumerate() {
             for scheme in SCHEMES {
                 let dtype = [DType::BF16, DType::F16, DType::F32][i % 3];
@@ -236,13 +240,52 @@ fn products_of_e4m3_in_every_fused_form() -> Result<()> {
                     activation,
                     residuals: &[&residual],
                 };
-                let (got, calls) = trace::capture(|| {
-                    let (prologue, bits) = (prologue(&norm, normed), ActivationBits::Bits8);
-                    quant_linear_with(&x, prologue, &weights, &epilogue, bits)
-                });
-                assert!(calls.to_string().contains(KERNEL), "{calls}");
-                let error = widest_error(&got?, &expected.concat())?;
-                assert!(error < 0.2, "{scheme} {activation:?} {dtype:?}: {error:e}");
+                for (j, kernel) in kernels.iter().enumerate() {
+                    // The first is chosen by itself.
+                    let forced = (j > 0).then_some(*kernel);
+                    let (got, calls) = trace::capture(|| {
+                        let (prologue, bits) = (prologue(&norm, normed), ActivationBits::Bits8);
+                        with_kernel(forced, || {
+                            quant_linear_with(&x, prologue, &weights, &epilogue, bits)
+                        })
+                    });
+                    assert!(calls.to_string().contains(kernel), "{calls}");
+                    let error = widest_error(&got?, &expected.concat())?;
+                    assert!(
+                        error < 0.2,
+                        "{kernel} {scheme} {activation:?} {dtype:?}: {error:e}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Rows of blocks have scales of their own where there is a NaN.
+#[test]
+fn a_nan_reaches_its_row_alone_in_e4m3() -> Result<()> {
+    let (rows, cols) = (304, 384);
+    let places = [(0, 0, 0x7f), (129, 130, 0xff), (303, 383, 0x7f)];
+    for (device, kernels) in e4m3_kernels()? {
+        for scheme in SCHEMES {
+            let mut codes = random(scheme, rows, cols);
+            for (row, col, code) in places {
+                codes.codes[row * cols + col] = code as u8 as i8;
+            }
+            let weights = [on(&codes, &device)?];
+            let x = randn_on(&[100, cols], DType::BF16, &device)?;
+            for kernel in kernels {
+                let out = with_kernel(Some(kernel), || {
+                    let (none, bits) = (Epilogue::default(), ActivationBits::Bits8);
+                    quant_linear_with(&x, Prologue::None, &weights, &none, bits)
+                })?;
+                for out in out.to_dtype(DType::F32)?.to_vec2::<f32>()? {
+                    for (row, y) in out.iter().enumerate() {
+                        let expected = places.iter().any(|(bad, ..)| *bad == row);
+                        assert_eq!(y.is_nan(), expected, "{kernel} {scheme} row {row}");
+                    }
+                }
             }
         }
     }

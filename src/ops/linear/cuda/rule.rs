@@ -31,13 +31,12 @@ impl Formats {
 
     pub const DENSE: Self = Self::F32.or(Self::DENSE_16_BIT);
     pub const INT4: Self = Self::INT4_G128.or(Self::INT4_OTHER);
-    pub const QUANTIZED: Self = Self::GGUF
-        .or(Self::INT8)
+    pub const CODES_4_AND_8_BITS: Self = Self::INT8
         .or(Self::FP8)
         .or(Self::NVFP4)
         .or(Self::NF4)
-        .or(Self::INT4)
-        .or(Self::TERNARY);
+        .or(Self::INT4);
+    pub const QUANTIZED: Self = Self::GGUF.or(Self::CODES_4_AND_8_BITS).or(Self::TERNARY);
 
     /// Each with its name.
     const NAMES: [(Self, &'static str); 12] = [

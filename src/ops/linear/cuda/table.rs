@@ -20,14 +20,6 @@ const NEWEST: u32 = u32::MAX;
 const WNA16_MMA_NOTE: &str = "weights are read once for every 32 rows of operand B; a row of f16, or of f32 up to M = 8, \
                               takes two rows (bf16 high and low part)";
 
-/// Formats of codes that the pipelines for few rows take.
-const STREAMED: Formats = Formats::INT4
-    .or(Formats::INT8)
-    .or(Formats::TERNARY)
-    .or(Formats::FP8)
-    .or(Formats::NVFP4)
-    .or(Formats::NF4);
-
 /// What rules of a kernel have in common.
 const MMA_SM90: Rule = Rule {
     kernel: gemm_wna16_mma::NAME,
@@ -54,7 +46,7 @@ const SM90: Rule = Rule {
 const GEMV_SM90: Rule = Rule {
     kernel: "gemv_wna16_sm90",
     source: "linear/gemv_wna16_sm90.cu",
-    formats: STREAMED,
+    formats: Formats::CODES_4_AND_8_BITS.or(Formats::TERNARY),
     x: ONE_ROW,
     arch: [90, NEWEST],
     rounds_up_to: 1,
@@ -84,11 +76,23 @@ const GEMV_GGUF: Rule = Rule {
     note: "four rows a launch",
     ..RULE
 };
+/// M is that of INT8 before Hopper: this kernel was measured on no Ada GPU, nor on a newer one.
+const FP8_MMA: Rule = Rule {
+    kernel: "gemm_fp8_mma",
+    source: "linear/gemm_fp8_mma.cu",
+    formats: Formats::FP8,
+    x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
+    arch: [89, NEWEST],
+    bits8: true,
+    plan: gemm_w8a8::fp8_mma,
+    note: "where activations of 8 bits are asked for: a preceding kernel makes e4m3 of x, in groups of 128 values",
+    ..RULE
+};
 const HEAD_NOTE: &str = "40,000 output channels and more, K up to 1,024, Q4_0 to Q8_0";
 const SKINNY: Rule = Rule {
     kernel: "gemm_wna16_skinny_sm90",
     source: "linear/gemm_wna16_skinny_sm90.cu",
-    formats: STREAMED,
+    formats: Formats::CODES_4_AND_8_BITS.or(Formats::TERNARY),
     x: WNA16_SKINNY,
     arch: [90, NEWEST],
     plan: gemm_wna16_skinny::plan_if_fastest,
@@ -276,14 +280,11 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemm_fp8_sm90",
         source: "linear/gemm_fp8_sm90.cu",
-        formats: Formats::FP8,
-        x: &[(F32, W8A8), (F16, W8A8), (BF16, W8A8)],
         arch: [90, 90],
-        bits8: true,
-        plan: gemm_w8a8::fp8,
-        note: "where activations of 8 bits are asked for: a preceding kernel makes e4m3 of x, in groups of 128 values",
-        ..RULE
+        plan: gemm_w8a8::fp8_sm90,
+        ..FP8_MMA
     },
+    FP8_MMA,
     Rule {
         x: &[(F32, [2, 4]), (BF16, [2, 4])],
         arch: [90, 90],
@@ -477,11 +478,7 @@ pub(super) static RULES: &[Rule] = &[
     Rule {
         kernel: "gemv_wna16",
         source: "linear/gemv_wna16.cu",
-        formats: Formats::INT8
-            .or(Formats::FP8)
-            .or(Formats::NVFP4)
-            .or(Formats::NF4)
-            .or(Formats::INT4),
+        formats: Formats::CODES_4_AND_8_BITS,
         x: GEMV_OF_EACH,
         plan: gemv_wna16::plan,
         note: "16 bits of f32 and f16 rows in two parts; four rows a launch",

@@ -293,6 +293,42 @@ fn rows_are_rounded_by_the_kernels_of_few() -> Result<()> {
     Ok(())
 }
 
+/// FP8 weights meet x in e4m3 where that is asked for and tensor cores take it, from 64 rows on.
+#[test]
+fn rows_become_e4m3_where_8_bits_are_asked_for() -> Result<()> {
+    let kernel = |gpu, scheme: &str, x_bits, m, shape| {
+        let weight = WeightFormat::Quantized(Format::Scheme(scheme.parse()?));
+        let case = Case {
+            x_bits,
+            ..case(gpu, weight, DType::BF16, m, shape)
+        };
+        Ok::<_, Error>(select(&case)?.kernel)
+    };
+    for (name, gpu) in GPUS {
+        let expected = match gpu.arch {
+            90 => Some("gemm_fp8_sm90"),
+            89 => Some("gemm_fp8_mma"),
+            _ => None,
+        };
+        for scheme in ["fp8", "fp8-block128"] {
+            for (x_bits, m, shape, takes) in [
+                (ActivationBits::Bits8, 64, (4096, 4096, false), true),
+                (ActivationBits::Bits8, 2048, (28672, 4096, true), true),
+                (ActivationBits::Bits8, 63, (4096, 4096, false), false),
+                (ActivationBits::Auto, 512, (4096, 4096, false), false),
+                // K is no multiple of a K block.
+                (ActivationBits::Bits8, 512, (4096, 576, false), false),
+            ] {
+                let chosen = kernel(gpu, scheme, x_bits, m, shape)?;
+                let e4m3 = chosen.contains("gemm_fp8").then_some(chosen);
+                let expected = expected.filter(|_| takes);
+                assert_eq!(e4m3, expected, "{name}: {scheme} {x_bits:?} {m} {shape:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Weights of Q2_K are rounded to bf16 by `gemm_wna16_sm90`, so it is not for f32 rows that keep 16 bits.
 #[test]
 fn q2_k_is_not_rounded_for_few_f32_rows() -> Result<()> {

@@ -44,6 +44,13 @@ static QUANTIZE: Module = Module::new(
 
 static WARPS: Module = Module::new("gemm_w8a8", fatbin!("gemm_w8a8"), &["gemm_w8a8_mma"]);
 
+/// Of weights with scales of rows, and of those with scales of blocks.
+static FP8_WARPS: Module = Module::new(
+    "gemm_fp8_mma",
+    fatbin!("gemm_fp8_mma"),
+    &["gemm_fp8_mma", "gemm_fp8_mma_block"],
+);
+
 /// One for each of [`TILES`].
 static HOPPER: Module = Module::new(
     "gemm_w8a8_sm90",
@@ -79,7 +86,7 @@ struct Tile {
     start: f64,
 }
 
-/// Those of [`W8A8_SM90`]; the first is that of `kernels/linear/gemm_w8a8.cu` too.
+/// Those of [`W8A8_SM90`]; the first is that of `kernels/linear/gemm_w8a8_mma.cuh` too.
 const TILES: [Tile; 3] = [
     Tile {
         form: W8A8_SM90[0],
@@ -113,6 +120,8 @@ impl Tile {
 enum By {
     /// Warps, int8.
     Warps,
+    /// Warps, e4m3.
+    WarpsFp8,
     /// Hopper's warpgroups, int8.
     Warpgroups,
     /// The same, e4m3.
@@ -121,12 +130,13 @@ enum By {
 
 impl By {
     fn is_fp8(self) -> bool {
-        matches!(self, Self::WarpgroupsFp8)
+        matches!(self, Self::WarpsFp8 | Self::WarpgroupsFp8)
     }
 
     fn module(self) -> &'static Module {
         match self {
             Self::Warps => &WARPS,
+            Self::WarpsFp8 => &FP8_WARPS,
             Self::Warpgroups => &HOPPER,
             Self::WarpgroupsFp8 => &FP8,
         }
@@ -145,15 +155,26 @@ struct TwoLaunches {
     grid: Grid,
 }
 
-/// By the tensor cores of warps, one block for each tile.
+/// By the tensor cores of warps.
 pub(crate) fn mma(case: &Case) -> Planned {
     check(case)?;
+    by_warps(case, By::Warps, 0)
+}
+
+/// The same of FP8, whose x is in e4m3.
+pub(crate) fn fp8_mma(case: &Case) -> Planned {
+    check_fp8(case)?;
+    by_warps(case, By::WarpsFp8, has_scales_of_blocks(case).into())
+}
+
+/// One block for each tile.
+fn by_warps(case: &Case, by: By, index: usize) -> Planned {
     let tile = TILES[0];
     let tiles = tiles(case, &tile);
     Ok(Arc::new(TwoLaunches {
         tile,
-        by: By::Warps,
-        index: 0,
+        by,
+        index,
         tiles,
         grid: Grid::line((tiles[0] * tiles[1]) as u32, 256),
     }))
@@ -166,7 +187,19 @@ pub(crate) fn sm90(case: &Case) -> Planned {
 }
 
 /// The same of FP8, whose x is in e4m3.
-pub(crate) fn fp8(case: &Case) -> Planned {
+pub(crate) fn fp8_sm90(case: &Case) -> Planned {
+    check_fp8(case)?;
+    let blocks = has_scales_of_blocks(case);
+    let first = if blocks { FP8_TILES } else { 0 };
+    on_hopper(case, By::WarpgroupsFp8, &TILES[..FP8_TILES], first)
+}
+
+fn has_scales_of_blocks(case: &Case) -> bool {
+    case.scheme() == Some(Scheme::Fp8Block128)
+}
+
+/// Whether the kernels that quantize x to e4m3 and multiply it take the case.
+fn check_fp8(case: &Case) -> std::result::Result<(), &'static str> {
     check(case)?;
     if !case.k.is_multiple_of(K_BLOCK) {
         return Err("K is no multiple of 128");
@@ -174,13 +207,11 @@ pub(crate) fn fp8(case: &Case) -> Planned {
     if !case.alignment.x || !case.alignment.norm {
         return Err("x or the norm does not begin at 16 bytes");
     }
-    let blocks = case.scheme() == Some(Scheme::Fp8Block128);
     let half_tile = TILES[0].form.columns / 2;
-    if blocks && case.gates() && !case.width().is_multiple_of(half_tile) {
+    if has_scales_of_blocks(case) && case.gates() && !case.width().is_multiple_of(half_tile) {
         return Err("what gates multiply is in other blocks of rows than a tile's");
     }
-    let first = if blocks { FP8_TILES } else { 0 };
-    on_hopper(case, By::WarpgroupsFp8, &TILES[..FP8_TILES], first)
+    Ok(())
 }
 
 /// With one of the tiles, whose kernels are those from `first` on.
@@ -284,7 +315,9 @@ impl Kernel for TwoLaunches {
         unsafe {
             quantize(launcher, at, pitch, [x, scales], self.by)?;
             match self.by {
-                By::Warps => next.run(&WARPS, self.index, self.grid, &params),
+                By::Warps | By::WarpsFp8 => {
+                    next.run(self.by.module(), self.index, self.grid, &params)
+                }
                 by => {
                     let params = W8A8Sm90Params {
                         x: tensor_map(x, [self.whole_rows(), pitch], TILE_ROWS)?,
