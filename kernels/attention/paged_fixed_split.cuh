@@ -20,8 +20,6 @@
 
 namespace fused {
 
-static_assert(PAGED_SPLIT % PAGED_PLAIN_KEYS == 0);
-
 // A warp's way through its share, split by split.
 template <class Core> struct SplitWalk : Progress {
   static_assert(PAGED_SPLIT % Core::KEYS == 0);
