@@ -9,6 +9,9 @@
 // Bytes moved: the keys and values that are seen, once for ROWS queries.
 #pragma once
 
+#include <type_traits>
+
+#include "attention/paged_fixed_split.cuh"
 #include "attention/paged_merge.cuh"
 
 namespace fused {
@@ -125,13 +128,14 @@ __device__ __forceinline__ void write_results(const PagedAttentionParams& p, con
   }
 }
 
-// A warp's share. While a stretch ends, the first tile of the next is on its way.
+// A warp's share. While a stretch ends, the first tile of the next is on its way. Splits of a fixed size need no records.
 template <class Core>
 __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const PagedShared<Core>& shared,
                                            PagedRecord* records, const Share& share, const Start& start, int head_dim) {
   const int warp = threadIdx.x / WARP;
   const PagedQueries queries = shared.queries(warp);
-  Walk<Core::KEYS> walk(p, share.begin_of(warp, shared.warps), share.begin_of(warp + 1, shared.warps), start);
+  using Way = typename std::conditional<Core::FIXED, SplitWalk<Core>, Walk<Core>>::type;
+  Way walk(p, share.begin_of(warp, shared.warps), share.begin_of(warp + 1, shared.warps), start);
   Stretch s;
   if (!walk.next(p, s)) return;
   Core core;
@@ -147,17 +151,21 @@ __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const 
     const PagedRows rows(p, s.part, Core::ROWS);
     core.start(queries.visible);
     core.run(keys_of(p, s, head_dim), keys_of(p, upcoming, head_dim), queries, rows.count);
-    bool written = false;
-    if constexpr (Core::DIM != 0) {
-      written = p.packs && s.whole();
-      if (written) core.finish(p.y, p.dtype, [&](int r) { return result_at(p, s, rows, r, head_dim); }, rows.count);
-    }
-    if (!written) {
-      // The second is free until the last stretch.
-      const int record = 2 * warp + (ended > 0 || s.whole());
-      core.store(shared.partial(record), rows.count, head_dim);
-      if (s.whole()) write_results(p, s, rows, shared.partial(record), head_dim);
-      else if (threadIdx.x % WARP == 0) records[record] = {s, true};
+    if constexpr (Core::FIXED) {
+      store_split(p, core, s, rows, head_dim);
+    } else {
+      bool written = false;
+      if constexpr (Core::DIM != 0) {
+        written = p.packs && s.whole();
+        if (written) core.finish(p.y, p.dtype, [&](int r) { return result_at(p, s, rows, r, head_dim); }, rows.count);
+      }
+      if (!written) {
+        // The second is free until the last stretch.
+        const int record = 2 * warp + (ended > 0 || s.whole());
+        core.store(shared.partial(record), rows.count, head_dim);
+        if (s.whole()) write_results(p, s, rows, shared.partial(record), head_dim);
+        else if (threadIdx.x % WARP == 0) records[record] = {s, true};
+      }
     }
     if (!more) return;
     s = upcoming;
@@ -174,11 +182,23 @@ template <class Core> __device__ __forceinline__ void paged_attention(const Page
   pdl_launch();
   pdl_wait();
   Start start;
-  const Share share = share_of_block<Core::KEYS>(p, p.kv_heads * p.parts, shared.plan(), start);
+  const Share share = share_of_block<Core>(p, p.kv_heads * p.parts, shared.plan(), start);
   if (blockIdx.x >= share.blocks) return;
   paged_warp(p, shared, records, share, start, head_dim);
   __syncthreads();
   merge_paged(p, shared, records, share, head_dim);
+}
+
+// With splits of a fixed size, to be merged by merge_splits.
+template <class Core> __device__ __forceinline__ void paged_attention_splits(const PagedAttentionParams& p) {
+  extern __shared__ uint4 memory[];
+  const int head_dim = Core::DIM ? Core::DIM : int(p.head_dim);
+  const PagedShared<Core> shared(reinterpret_cast<char*>(memory), p, head_dim);
+  pdl_launch();
+  pdl_wait();
+  Start start;
+  const Share share = share_of_block<Core>(p, p.kv_heads * p.parts, shared.plan(), start);
+  if (blockIdx.x < share.blocks) paged_warp(p, shared, nullptr, share, start, head_dim);
 }
 
 }  // namespace fused

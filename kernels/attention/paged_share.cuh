@@ -1,9 +1,10 @@
 // What each warp of attention over pages works on, worked out by its block from the sequences' lengths (Stream-K: equal
 // parts of all the work, wherever sequences begin and end).
 //
-// Work is counted in units of UNIT keys of one part (rows of queries) of one key/value head of one sequence, and one
+// Work is counted in units of a tile's keys of one part (rows of queries) of one key/value head of one sequence, and one
 // more unit in front of each head, without keys, for the time that a warp takes to begin with another head. Units are
-// in order of sequence, head, part, key.
+// in order of sequence, head, part, key. Where splits have a fixed size (paged_fixed_split.cuh), a unit is a split, and
+// none is in front.
 #pragma once
 
 #include "abi/paged.cuh"
@@ -27,7 +28,10 @@ struct Sequence {
   __device__ Sequence(const PagedAttentionParams& p, uint32_t b)
       : Sequence(p, b, TableEntry::read(p.pages, p.lengths, b)) {}
 
-  template <int UNIT> __device__ uint32_t units() const { return 1 + (length - first + UNIT - 1) / UNIT; }
+  template <class Core> __device__ uint32_t units() const {
+    if constexpr (Core::FIXED) return (length + PAGED_SPLIT - 1) / PAGED_SPLIT - first / PAGED_SPLIT;
+    else return 1 + (length - first + Core::KEYS - 1) / Core::KEYS;
+  }
 };
 
 // The sum over the lanes up to this one.
@@ -78,7 +82,7 @@ struct SharePlan {
 };
 
 // All threads of the block; `heads`: key/value heads times parts; `plan`: [threads] of shared memory.
-template <int UNIT>
+template <class Core>
 __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, uint32_t heads, SharePlan* plan,
                                                 Start& start) {
   __shared__ uint32_t sums[WARP];
@@ -86,16 +90,17 @@ __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, u
   const uint32_t count = p.pages.sequences, each = (count + threads - 1) / threads;
   const uint32_t from = min(threadIdx.x * each, count), to = min(from + each, count);
   const Sequence first(p, min(from, count - 1));
-  uint32_t upto = from < to ? first.units<UNIT>() : 0;
+  uint32_t upto = from < to ? first.units<Core>() : 0;
 #pragma unroll 1
-  for (uint32_t b = from + 1; b < to; ++b) upto += Sequence(p, b).units<UNIT>();
+  for (uint32_t b = from + 1; b < to; ++b) upto += Sequence(p, b).units<Core>();
   upto = warp_scan(upto);
   if (lane == WARP - 1) sums[warp] = upto;
   plan[threadIdx.x] = {first, upto};
   __syncthreads();
   const uint32_t in_warps = warp_scan(lane < warps ? sums[lane] : 0);
   const uint32_t total = __shfl_sync(FULL, in_warps, WARP - 1) * heads;
-  const Share share(total, warps);
+  // Splits of a fixed size are so much work that each may have a block of its own.
+  const Share share(total, Core::FIXED ? 1 : warps);
   const uint32_t unit = share.begin_of(warp, warps) / heads;
   // The thread whose sequences have the unit. Where ranges of a table overlap until 32 bits do not count the units,
   // there may be none, and the search ends at the last.
@@ -107,7 +112,7 @@ __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, u
   uint32_t b = min((part * WARP + place) * each, count - 1);
   Sequence sequence = found->sequence;
 #pragma unroll 1
-  for (uint32_t units; b + 1 < count && before + (units = sequence.units<UNIT>()) <= unit; sequence = Sequence(p, ++b))
+  for (uint32_t units; b + 1 < count && before + (units = sequence.units<Core>()) <= unit; sequence = Sequence(p, ++b))
     before += units;
   start = {b, before * heads, sequence};
   // Other things lie there from now on.
@@ -128,8 +133,8 @@ struct Stretch {
   __device__ uint32_t counter(const PagedAttentionParams& p) const { return (b * p.kv_heads + kv) * p.parts + part; }
 };
 
-// A warp's way through its share.
-template <int UNIT> struct Walk {
+// Where a warp is in its share.
+struct Progress {
   uint32_t unit;      // that comes next
   uint32_t end;
   uint32_t before;    // units of the sequences before this one
@@ -137,23 +142,32 @@ template <int UNIT> struct Walk {
   Sequence sequence;
   TableEntry ahead;   // of the one behind it, so that nobody has to wait for its length
 
-  __device__ Walk(const PagedAttentionParams& p, uint32_t begin, uint32_t end, const Start& start)
+  __device__ Progress(const PagedAttentionParams& p, uint32_t begin, uint32_t end, const Start& start)
       : unit(begin), end(end), before(start.before), b(start.b), sequence(start.sequence),
         ahead(TableEntry::read(p.pages, p.lengths, behind(p))) {}
 
   __device__ uint32_t behind(const PagedAttentionParams& p) const { return min(b + 1, p.pages.sequences - 1); }
 
+  __device__ void next_sequence(const PagedAttentionParams& p) {
+    before = unit;
+    b = behind(p);
+    sequence = Sequence(p, b, ahead);
+    ahead = TableEntry::read(p.pages, p.lengths, behind(p));
+  }
+};
+
+// A warp's way through its share.
+template <class Core> struct Walk : Progress {
+  using Progress::Progress;
+
   // The next stretch, if there is one.
   __device__ bool next(const PagedAttentionParams& p, Stretch& s) {
     const uint32_t heads = p.kv_heads * p.parts;
     while (unit < end) {
-      uint32_t units = sequence.units<UNIT>();
+      uint32_t units = sequence.units<Core>();
       if (unit == before + units * heads) {
-        before = unit;
-        b = behind(p);
-        sequence = Sequence(p, b, ahead);
-        ahead = TableEntry::read(p.pages, p.lengths, behind(p));
-        units = sequence.units<UNIT>();
+        next_sequence(p);
+        units = sequence.units<Core>();
       }
       const uint32_t in_sequence = unit - before, head = min(in_sequence / units, heads - 1);
       const uint32_t from = in_sequence % units, to = min(units, from + end - unit), keyless = min(units - 1, 1u);
@@ -164,8 +178,8 @@ template <int UNIT> struct Walk {
       if (s.begin >= s.end) continue;
       s.entries = sequence.entries, s.length = sequence.length;
       s.b = b, s.kv = head / p.parts, s.part = head % p.parts;
-      s.from = sequence.first + (s.begin - s.first) * UNIT;
-      s.to = min(sequence.length, sequence.first + (s.end - s.first) * UNIT);
+      s.from = sequence.first + (s.begin - s.first) * Core::KEYS;
+      s.to = min(sequence.length, sequence.first + (s.end - s.first) * Core::KEYS);
       return true;
     }
     return false;

@@ -34,8 +34,12 @@ struct PagedKeys {
     keys.kv = these ? kv : others.kv;
     return keys;
   }
+  // Where tiles of TILE keys begin: at the first key, or ALIGNED at a multiple of TILE, perhaps in front of it.
+  template <int TILE, bool ALIGNED> __device__ uint32_t begin() const { return ALIGNED ? from / TILE * TILE : from; }
   // The page of a key, by the table.
-  __device__ uint32_t entry(uint32_t key) const { return key < to ? __ldcg(entries + key / page) : UINT32_MAX; }
+  template <bool ALIGNED> __device__ uint32_t entry(uint32_t key) const {
+    return key < to && (!ALIGNED || key >= from) ? __ldcg(entries + key / page) : UINT32_MAX;
+  }
   // The place of a key in it: the page, and the slot in the lowest 8 bits.
   __device__ uint32_t place(uint32_t key, uint32_t id) const { return id << 8 | key % page; }
   template <typename C> __device__ const C* k_row(uint32_t place) const {
@@ -71,7 +75,8 @@ struct PagedQueries {
   VisibleKeys* visible;  // [ROWS]
 };
 
-// A warp's partial results of a stretch in shared memory, to be merged with those of others: rows `stride` floats apart.
+// A warp's partial results of a stretch, to be merged with those of others: rows `stride` floats apart, in shared memory, or
+// in global memory where splits have a fixed size.
 struct PagedPartial {
   float* tops;
   float* weights;
@@ -96,13 +101,14 @@ template <int KEYS> struct Places {
 };
 
 // As TensorCore, for 8 or 16 rows of queries. 8 are as exact as there: queries and weights in two parts. With 16 the
-// second half of the mma's rows are other queries, and weights are rounded to C (codes: to f16).
-template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
+// second half of the mma's rows are other queries, and weights are rounded to C (codes: to f16). FIXED: for splits of a
+// fixed size (paged_fixed_split.cuh), tiles begin at multiples of their size.
+template <typename C, int D, int W, int SUB, int ROWS_, bool FIXED_ = false> struct PagedTensorCore {
   using Tile8 = TensorCore<C, D, W, SUB, true>;
   using Operand = typename Stored<C>::Operand;
   using Key = KeyRow<C, D>;
   using Value = ValueRow<C, D>;
-  static constexpr bool CODES = Stored<C>::CODES;
+  static constexpr bool CODES = Stored<C>::CODES, FIXED = FIXED_;
   static constexpr int DIM = D, WARPS = W, STEPS = D / 16, KEYS = 16 * SUB, ROWS = ROWS_, HALVES = ROWS / 8;
   // Bytes of the queries as operands, and the widest head.
   static constexpr int QUERIES = Tile8::QUERIES, WIDEST = D;
@@ -237,12 +243,13 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
   }
 
   // A warp's very first tile: where it is, and then its keys and values. Nothing is there behind the last key.
-  __device__ void look(const PagedKeys& keys) { ahead = keys.entry(Places<KEYS>::key(keys.from)); }
+  __device__ static uint32_t begin_of(const PagedKeys& keys) { return keys.begin<KEYS, FIXED>(); }
+  __device__ void look(const PagedKeys& keys) { ahead = keys.entry<FIXED>(Places<KEYS>::key(begin_of(keys))); }
   __device__ void begin(const PagedKeys& keys) {
-    next.find(keys, keys.from, ahead);
+    next.find(keys, begin_of(keys), ahead);
     fetch_keys(keys);
     fetch_values(keys);
-    ahead = keys.entry(Places<KEYS>::key(keys.from + KEYS));
+    ahead = keys.entry<FIXED>(Places<KEYS>::key(begin_of(keys) + KEYS));
   }
 
   // The page table's entry of this lane's key, `tiles` tiles after `first`; after the last tile of `keys` come those of
@@ -250,8 +257,8 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
   __device__ uint32_t entry_behind(const PagedKeys& keys, const PagedKeys& then, uint32_t first, uint32_t tiles) const {
     const bool own = first + tiles * KEYS < keys.to;
     const uint32_t behind = (keys.to - first + KEYS - 1) / KEYS;
-    const uint32_t key = own ? first + tiles * KEYS : then.from + (tiles - max(behind, 1u)) * KEYS;
-    return keys.or_else(then, own).entry(Places<KEYS>::key(key));
+    const uint32_t key = own ? first + tiles * KEYS : begin_of(then) + (tiles - max(behind, 1u)) * KEYS;
+    return keys.or_else(then, own).entry<FIXED>(Places<KEYS>::key(key));
   }
 
   // Computes all tiles, at least one. The first has been fetched before the call; the first of `then` is fetched in it.
@@ -259,13 +266,13 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
     const int lane = threadIdx.x % WARP;
     bool more = true;
     // With a stretch of one tile, the tile after it was not known when that one was fetched.
-    if (keys.from + KEYS >= keys.to) ahead = then.entry(Places<KEYS>::key(then.from));
+    if (begin_of(keys) + KEYS >= keys.to) ahead = then.entry<FIXED>(Places<KEYS>::key(begin_of(then)));
 #pragma unroll 1
-    for (uint32_t first = keys.from; more; first += KEYS) {
+    for (uint32_t first = begin_of(keys); more; first += KEYS) {
       seen = next.seen;
       more = first + KEYS < keys.to;
       const PagedKeys from = keys.or_else(then, more);
-      next.find(from, more ? first + KEYS : then.from, ahead);
+      next.find(from, more ? first + KEYS : begin_of(then), ahead);
       ahead = entry_behind(keys, then, first, 2);
       float s[2 * SUB][4] = {};
 #pragma unroll
@@ -341,7 +348,8 @@ template <typename C, int D, int W, int SUB, int ROWS_> struct PagedTensorCore {
 };
 
 // As LaneCore: any head dimension up to 8 N, any type of floats, or of codes, any alignment; up to ROWS queries.
-template <int N, int W, bool CODES = false> struct PagedLaneCore {
+template <int N, int W, bool CODES = false, bool FIXED_ = false> struct PagedLaneCore {
+  static constexpr bool FIXED = FIXED_;
   static constexpr int DIM = 0, WARPS = W, KEYS = PAGED_PLAIN_KEYS, ROWS = N > 16 ? 2 : 4;
   static constexpr int QUERIES = 0, WIDEST = 8 * N;
 
@@ -377,9 +385,9 @@ template <int N, int W, bool CODES = false> struct PagedLaneCore {
   }
 
   __device__ void run(const PagedKeys& keys, const PagedKeys&, const PagedQueries& queries, int rows) {
-    for (uint32_t first = keys.from; first < keys.to; first += KEYS) {
+    for (uint32_t first = keys.begin<KEYS, FIXED>(); first < keys.to; first += KEYS) {
       Places<KEYS> places;
-      places.find(keys, first, keys.entry(places.key(first)));
+      places.find(keys, first, keys.entry<FIXED>(places.key(first)));
 #pragma unroll 1
       for (int i = threadIdx.x % WARP / 8; i < KEYS; i += 4) {
         const uint32_t place = places.of(i);

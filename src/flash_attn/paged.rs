@@ -99,7 +99,7 @@ pub fn flash_attn_varlen_paged_windowed(
         // That one has the query's own position besides.
         window: window_size_left.map(|left| left.saturating_add(1)),
         softcap: softcap.filter(|cap| *cap != 0.),
-        alibi_slopes: None,
+        ..Default::default()
     };
     let table = PageTable::Padded {
         block_table,

@@ -395,6 +395,7 @@ impl<'a> Pass<'a> {
             softcap: None,
             right: Some(0),
             window: config.window,
+            batch_invariant: false,
         };
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of
         // the stream; the caller has checked that the positions are within the cache.

@@ -142,12 +142,9 @@ impl Pass<'_> {
     ) -> Result<()> {
         let config = block.attention.config();
         let (heads, dim) = (config.heads, config.head_dim);
-        let table = [
-            rows.keys.table,
-            rows.keys.width as u64,
-            rows.sequences as u64,
-        ];
-        let pool = &rows.keys.pools[layer];
+        let keys = &rows.keys;
+        let table = [keys.table, keys.width as u64, rows.sequences as u64];
+        let pool = &keys.pools[layer];
         let (pages, sizes) = padded(pool, table)?;
         let norms = block.attention.head_norms();
         let (cos, sin) = rotary.tables();
@@ -198,13 +195,14 @@ impl Pass<'_> {
                 heads,
                 kv_heads: config.kv_heads,
                 queries: rows.longest,
-                keys: rows.keys.width * sizes.page,
+                keys: keys.width * sizes.page,
                 dim,
             },
             scale: 1. / (dim as f32).sqrt(),
             softcap: None,
             right: Some(0),
             window: config.window,
+            batch_invariant: false,
         };
         // SAFETY: the addresses stand for buffers of these sizes, which are freed in the order of the stream; pages that
         // the table has not are neither written nor read.

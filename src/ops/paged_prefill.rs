@@ -28,6 +28,12 @@ const OP: &str = "paged_prefill";
 /// and table are read by the kernel alone: they may change under a CUDA graph as long as `total_q` and `max_seqlen_q`
 /// do not.
 ///
+/// With [`PagedAttention::batch_invariant`] the rows of a sequence are the same bits whatever other sequences are in the
+/// batch, in whatever order and however long they are, wherever its pages lie, and whatever `max_seqlen_q` is, as long as
+/// keys and values are finite and its own queries are the same. Cutting its prompt into other chunks may change them, and
+/// [`paged_attention`](fn@super::paged_attention) gives other bits. On CUDA no kernel shares a row's keys out among warps
+/// then, which takes longer where there are few rows, and the choice of a kernel does not depend on the number of queries.
+///
 /// Sources: PagedAttention (Kwon et al. 2023); FlashAttention-2 (Dao 2023); FlashAttention-3 (Shah et al. 2024).
 ///
 /// # Errors

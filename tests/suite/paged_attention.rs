@@ -1,5 +1,6 @@
 //! Attention over pages against float64.
 
+mod batch_invariant;
 mod quantized;
 
 use crate::pages::{FORMS, Form, lengths, pool, quantized, rows, table, there};
@@ -25,6 +26,7 @@ struct Case {
     softcap: Option<f32>,
     alibi: bool,
     shared: bool,
+    batch_invariant: bool,
 }
 
 const CASE: Case = Case {
@@ -41,6 +43,7 @@ const CASE: Case = Case {
     softcap: None,
     alibi: false,
     shared: false,
+    batch_invariant: false,
 };
 
 impl Case {
@@ -52,6 +55,16 @@ impl Case {
             (DType::BF16, _) | (_, DType::BF16) => 1.6e-2,
             _ => 2e-3,
         }
+    }
+
+    fn params(&self, slopes: &Tensor, device: &Device) -> Result<PagedAttention> {
+        Ok(PagedAttention {
+            scale: 1. / (self.dim as f32).sqrt(),
+            window: self.window,
+            softcap: self.softcap,
+            alibi_slopes: self.alibi.then(|| slopes.to_device(device)).transpose()?,
+            batch_invariant: self.batch_invariant,
+        })
     }
 
     /// Holds the result for sequences of these lengths against the reference.
@@ -71,14 +84,7 @@ impl Case {
         let dims = [lengths.len(), self.queries, self.heads, self.dim];
         let q = randn(&dims, self.dtype)?;
         let slopes = (randn(&[self.heads], DType::F32)?.abs()? * 0.1)?;
-        let params = |device: &Device| {
-            Ok::<_, candle_core::Error>(PagedAttention {
-                scale: 1. / (self.dim as f32).sqrt(),
-                window: self.window,
-                softcap: self.softcap,
-                alibi_slopes: self.alibi.then(|| slopes.to_device(device)).transpose()?,
-            })
-        };
+        let params = |device: &Device| self.params(&slopes, device);
         let expected = reference(&q, &all, &on(&Device::Cpu)?, &params(&Device::Cpu)?)?;
         let got = paged_attention(
             &q.to_device(device)?,

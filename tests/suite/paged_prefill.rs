@@ -1,5 +1,6 @@
 //! Attention of ragged queries over pages against float64.
 
+mod batch_invariant;
 mod quantized;
 
 use crate::pages::{FORMS, Form, pool, quantized, rows, table, there};
@@ -26,6 +27,7 @@ struct Case {
     softcap: Option<f32>,
     alibi: bool,
     shared: bool,
+    batch_invariant: bool,
 }
 
 const CASE: Case = Case {
@@ -41,6 +43,7 @@ const CASE: Case = Case {
     softcap: None,
     alibi: false,
     shared: false,
+    batch_invariant: false,
 };
 
 /// Queries and tokens of each sequence: a whole prompt, a chunk behind others, a single token, none of a sequence, an
@@ -98,6 +101,7 @@ impl Case {
                 window: self.window,
                 softcap: self.softcap,
                 alibi_slopes: self.alibi.then(|| slopes.to_device(device)).transpose()?,
+                batch_invariant: self.batch_invariant,
             })
         };
         let cpu = &Device::Cpu;

@@ -110,7 +110,14 @@ fn a_replay_reads_positions_anew() -> Result<()> {
 #[ignore = "needs the GPU for itself"]
 fn a_replay_reads_pages_and_lengths_anew() -> Result<()> {
     for gpu in devices().into_iter().filter(Device::is_cuda) {
-        for (dim, dtype) in [(128, DType::BF16), (64, DType::F16), (24, DType::F32)] {
+        for (dim, dtype, batch_invariant) in [
+            (128, DType::BF16, false),
+            (64, DType::F16, false),
+            (24, DType::F32, false),
+            (128, DType::BF16, true),
+            (64, DType::F16, true),
+            (24, DType::F32, true),
+        ] {
             let (sequences, width, page) = (5, 12, 16);
             let pages = randn_on(&[64, 2, page, 2, dim], dtype, &gpu)?;
             let pool = PagePool::combined(&pages, PageLayout::Nhd)?;
@@ -137,6 +144,7 @@ fn a_replay_reads_pages_and_lengths_anew() -> Result<()> {
             };
             let params = PagedAttention {
                 scale: 0.1,
+                batch_invariant,
                 ..Default::default()
             };
             let step = || {
@@ -146,7 +154,7 @@ fn a_replay_reads_pages_and_lengths_anew() -> Result<()> {
             step()?;
             // SAFETY: tests that are ignored by default run alone.
             let mut replay = unsafe { Replay::record(gpu.as_cuda_device()?, step)? };
-            // One sets the counters of attention to zero.
+            // One sets the counters of attention to zero, or merges its splits.
             assert_eq!(replay.kernels(), 3);
             for (seed, now) in [
                 [1u32, 9, 17, 190, 64],

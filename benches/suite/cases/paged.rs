@@ -2,7 +2,7 @@
 
 use super::picked::spread;
 use super::pools::{self, Stored};
-use super::{Case, Contender, Dims, Expected, Extent, heads_first, limit};
+use super::{Build, Case, Contender, Dims, Expected, Extent, heads_first, limit};
 use crate::figures::{CANDLE, DENSE, FUSED, Work};
 use crate::place::Place;
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -67,7 +67,15 @@ pub fn large() -> Vec<Case> {
                 let (name, part) = (format!("32 heads of {dim}"), format!("{}MB", bytes >> 20));
                 let (lengths, dtype) = (mixed(sequences, tokens), DType::BF16);
                 let stored = (dtype, Stored::Floats(dtype));
-                cases.push(attention(&name, &part, shape, lengths, stored));
+                cases.push(attention(&name, &part, shape, lengths.clone(), stored));
+                let part = format!("{part} batch invariant");
+                let default = attention(&name, &part, shape, lengths.clone(), stored);
+                let build: Build = Box::new(move |place| {
+                    let mut step = Step::new(place, shape, lengths.clone(), stored)?;
+                    step.params.batch_invariant = true;
+                    step.attention(place)
+                });
+                cases.push(Case { build, ..default });
             }
         }
         for sequences in [1, 8] {

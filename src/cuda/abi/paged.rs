@@ -49,10 +49,12 @@ abi! {
         /// `[heads]`, or null.
         slopes: Const<f32>,
         /// What blocks leave of the first and the last part of their share, where others have more of it:
-        /// `[blocks, 2, rows of a warp, head_dim]`, and `[blocks, 2, rows of a warp]`.
+        /// `[blocks, 2, rows of a warp, head_dim]`, and `[blocks, 2, rows of a warp]`. With splits of a fixed size, the sums
+        /// of each split, not divided yet, and the maxima that they are relative to: `[splits of all sequences, kv_heads,
+        /// rows of a key/value head, head_dim]`, and the same without `head_dim`.
         means: Mut<f32>,
         tops: Mut<f32>,
-        /// `[sequences, kv_heads, parts]`, zero between launches.
+        /// `[sequences, kv_heads, parts]`, zero between launches; not with splits of a fixed size.
         counters: Mut<u32>,
         queries: u32,
         heads: u32,
@@ -68,7 +70,14 @@ abi! {
         packs: i32,
         scale: f32,
         softcap: f32,
+        /// With splits of a fixed size, the weights of their sums, as `tops`, and how many of these each sequence has room
+        /// for; 0 if each has as much as its entries in a table in CSR form need.
+        weights: Mut<f32>,
+        splits: u32,
     }
+
+    /// Keys of a split where its size is fixed: splits begin at multiples of it, whatever the sequence's length is.
+    const PAGED_SPLIT: Count<u32> = 128;
 
     /// Warps of a block of the kernels below at most: fewer where shared memory has no room for their partial results.
     /// A multiprocessor has one block of so many.

@@ -29,9 +29,9 @@ pub(super) fn forward(op: &Op<'_>, q: &CpuStorage, layout: &Layout) -> Result<(C
     Ok((out, layout.shape().clone()))
 }
 
-/// What a sequence's queries see.
+/// What a sequence's queries see, or one of them.
 struct Seen {
-    /// Its rows of q.
+    /// Their rows of q.
     rows: Range<usize>,
     /// Its tokens.
     tokens: Range<usize>,
@@ -45,22 +45,35 @@ fn seen(op: &Op<'_>, rows: Vec<Range<usize>>) -> Result<Vec<Seen>> {
     let lengths = op.table.lengths(op.name, op.pool.page, &table)?;
     let (mut all, page) = (Vec::with_capacity(rows.len()), op.pool.page);
     for (b, ((rows, entries), length)) in rows.into_iter().zip(table).zip(lengths).enumerate() {
-        if rows.is_empty() {
-            continue;
+        for (rows, length) in together(op, rows, length) {
+            let tokens = op.first_key(length, rows.len()).min(length)..length;
+            let (first, end) = (tokens.start / page, length.div_ceil(page));
+            let pages = entries[first.min(end)..end].to_vec();
+            for (at, id) in pages.iter().enumerate() {
+                check_page(op.name, *id, op.pool.pages, [b, first + at])?;
+            }
+            all.push(Seen {
+                rows,
+                tokens,
+                pages,
+            });
         }
-        let tokens = op.first_key(length, rows.len()).min(length)..length;
-        let (first, end) = (tokens.start / page, length.div_ceil(page));
-        let pages = entries[first.min(end)..end].to_vec();
-        for (at, id) in pages.iter().enumerate() {
-            check_page(op.name, *id, op.pool.pages, [b, first + at])?;
-        }
-        all.push(Seen {
-            rows,
-            tokens,
-            pages,
-        });
     }
     Ok(all)
+}
+
+/// The rows of a sequence of `length` tokens that are computed together, and the tokens up to the last of them. What a row
+/// is computed with decides in which order its keys are taken: with batch invariance each query is alone, as if there were
+/// no tokens behind it. Ragged queries stay together, since prompts of one row at a time would take too long.
+fn together(op: &Op<'_>, rows: Range<usize>, length: usize) -> Vec<(Range<usize>, usize)> {
+    let each = match op.params.batch_invariant && op.ragged.is_none() {
+        true => 1,
+        false => rows.len().max(1),
+    };
+    let end = rows.end;
+    let upto = |last: usize| (length + last).saturating_sub(end);
+    let parts = rows.step_by(each);
+    parts.map(|i| (i..i + each, upto(i + each))).collect()
 }
 
 /// The keys or values that a sequence's queries see, `[1, Hkv, tokens, D]`.
@@ -176,8 +189,8 @@ fn queries<'a>(
 ) -> Result<AnyView<'a>> {
     let (start, of_query, of_head, of_element) = match *layout.stride() {
         [sequence, query, head, element] => {
-            let b = own.start / op.queries;
-            (b * sequence, query, head, element)
+            let (b, t) = (own.start / op.queries, own.start % op.queries);
+            (b * sequence + t * query, query, head, element)
         }
         [query, head, element] => (own.start * query, query, head, element),
         _ => bail!("{}: q has strides {:?}", op.name, layout.stride()),

@@ -33,6 +33,10 @@ pub struct PagedAttention {
     /// ALiBi: `alibi_slopes[h] * (p - j)` is taken off the score of a query at position `p` and key `j` in head
     /// `h`, after the softcap: `[Hq]`, f32, f16 or bf16.
     pub alibi_slopes: Option<Tensor>,
+    /// Batch invariance: a query's result is the same to the last bit whatever other sequences are in the batch, how many
+    /// there are and how long they are; false by default. What else it does not depend on, and what it costs, is said
+    /// where the op is.
+    pub batch_invariant: bool,
 }
 
 impl Default for PagedAttention {
@@ -42,6 +46,7 @@ impl Default for PagedAttention {
             window: None,
             softcap: None,
             alibi_slopes: None,
+            batch_invariant: false,
         }
     }
 }
@@ -69,8 +74,30 @@ impl Default for PagedAttention {
 /// may be 65504 at most. Scales of keys multiply the scores, and scales of values the weights. q, and a view of it, is
 /// read where it lies if a head's elements lie side by side.
 ///
+/// # Batch invariance
+/// Which keys are summed together follows from all sequences' lengths by default, so that the last bits of a result depend
+/// on the batch. With [`PagedAttention::batch_invariant`] keys are split at multiples of 128, counted from the sequence's
+/// first token. Of the splits `c` of the keys that a query sees
+/// `y = sum over c of 2^(t_c - t) o_c / sum over c of 2^(t_c - t) l_c`, where `t_c` is the largest score of split `c` in
+/// units of log 2, `l_c` the sum of its weights `2^(s - t_c)`, `o_c` that of its values by these, and `t` the largest
+/// `t_c`. Each is computed from its first key to its last, and splits are added up in an order that follows from their
+/// number. A query's result is then the same bits, as long as keys and values are finite,
+///
+/// * whatever other sequences are in the batch, in whatever order, and however long they are;
+/// * however many queries are in the step, T = 4 for a draft or four times T = 1;
+/// * wherever its pages lie in the pool, in a padded table or one in CSR form.
+///
+/// Nothing is promised from one dtype, pool layout, kind of GPU or CPU to another, and
+/// [`paged_prefill`](fn@super::paged_prefill) gives other bits.
+///
+/// On CUDA the price is a second launch, which merges the splits, and memory that their partial results go through:
+/// `T Hq (D + 2)` floats for each split of as many tokens as the table has entries for, or as a window reaches. Warps take
+/// whole splits, which share less evenly than single tiles, and 8 queries at most, never 16. On the CPU, where other
+/// sequences have no influence anyway, each of the T queries reads the keys by itself.
+///
 /// Sources: PagedAttention (Kwon et al. 2023); Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023); Stream-K (Osama,
-/// Merrill, Cecka, Garland, Owens, 2023); FlashInfer (Ye et al. 2025).
+/// Merrill, Cecka, Garland, Owens, 2023); FlashInfer (Ye et al. 2025), whose fixed split size this is, and "Defeating
+/// Nondeterminism in LLM Inference" (Thinking Machines, 2025), which says why.
 ///
 /// # Errors
 /// If shapes, dtypes or devices do not fit, by the name of the argument. On the CPU also if a table or a length

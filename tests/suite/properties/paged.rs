@@ -101,6 +101,7 @@ struct Attention {
     window: Option<usize>,
     softcap: Option<f32>,
     alibi: bool,
+    batch_invariant: bool,
 }
 
 fn attention() -> impl Strategy<Value = Attention> {
@@ -108,9 +109,10 @@ fn attention() -> impl Strategy<Value = Attention> {
         prop::option::of(1usize..60),
         prop::option::of(0.5f32..40.),
         any::<bool>(),
+        any::<bool>(),
     );
     (paged(), 1usize..5, 1usize..8, rule).prop_map(|(paged, group, queries, rule)| {
-        let (window, softcap, alibi) = rule;
+        let (window, softcap, alibi, batch_invariant) = rule;
         Attention {
             paged,
             group,
@@ -118,6 +120,7 @@ fn attention() -> impl Strategy<Value = Attention> {
             window,
             softcap,
             alibi,
+            batch_invariant,
         }
     })
 }
@@ -130,26 +133,58 @@ impl Attention {
         draw(&mut seeded(self.paged.seed), &dims, 1., self.paged.dtype)
     }
 
-    fn both(&self, q: &Tensor, lie: Lie, device: &Device) -> Result<[Vec<f64>; 2]> {
+    fn params(&self, device: &Device) -> Result<PagedAttention> {
         let heads = self.group * self.paged.kv_heads;
         let slopes = draw(&mut seeded(self.paged.seed ^ 5), &[heads], 0.2, DType::F32)?;
-        let params = |device: &Device| {
-            Ok::<_, candle_core::Error>(PagedAttention {
-                scale: 1. / (self.paged.dim as f32).sqrt(),
-                window: self.window,
-                softcap: self.softcap,
-                alibi_slopes: self.alibi.then(|| slopes.to_device(device)).transpose()?,
-            })
-        };
+        Ok(PagedAttention {
+            scale: 1. / (self.paged.dim as f32).sqrt(),
+            window: self.window,
+            softcap: self.softcap,
+            alibi_slopes: self.alibi.then(|| slopes.to_device(device)).transpose()?,
+            batch_invariant: self.batch_invariant,
+        })
+    }
+
+    fn both(&self, q: &Tensor, lie: Lie, device: &Device) -> Result<[Vec<f64>; 2]> {
         let (pool, cpu) = (self.paged.pool()?, Device::Cpu);
-        let expected = reference(q, &pool, &self.paged.table(&cpu)?, &params(&cpu)?)?;
+        let expected = reference(q, &pool, &self.paged.table(&cpu)?, &self.params(&cpu)?)?;
         let got = paged_attention(
             &lie.place(q, device)?,
             &there(&pool, self.paged.form, device)?,
             &self.paged.table(device)?,
-            &params(device)?,
+            &self.params(device)?,
         )?;
         Ok([values(&got)?, expected])
+    }
+
+    /// With batch invariance: each query's bits in its step of all sequences, and in one of its own.
+    fn together_and_alone(&self, device: &Device) -> Result<[Vec<u64>; 2]> {
+        let Paged {
+            form,
+            page,
+            lengths,
+            ..
+        } = &self.paged;
+        let (q, rows) = (self.q()?.to_device(device)?, self.paged.rows());
+        let pool = there(&self.paged.pool()?, *form, device)?;
+        let params = PagedAttention {
+            batch_invariant: true,
+            ..self.params(device)?
+        };
+        let bits = |q: &Tensor, table: &PageTable| {
+            let y = values(&paged_attention(q, &pool, table, &params)?)?;
+            Ok::<_, candle_core::Error>(y.into_iter().map(f64::to_bits).collect::<Vec<_>>())
+        };
+        let (together, mut alone) = (bits(&q, &self.paged.table(device)?)?, Vec::new());
+        for (b, length) in lengths.iter().enumerate() {
+            for t in 0..self.queries {
+                let length = (length + t + 1).saturating_sub(self.queries);
+                let row = rows[b][..length.div_ceil(*page)].to_vec();
+                let table = table(*form, &[row], &[length], *page, device)?;
+                alone.extend(bits(&q.narrow(0, b, 1)?.narrow(1, t, 1)?, &table)?);
+            }
+        }
+        Ok([together, alone])
     }
 }
 
@@ -292,6 +327,19 @@ proptest! {
             }
             let [dirty, expected] = ok(case.both(&bad, lie, &device))?;
             poison.check(&clean, &dirty, &expected, |i| i / dim == at / dim)?;
+        }
+    }
+
+    /// Sequences of several splits.
+    #[test]
+    fn batch_invariant_paged_attention_is_that_of_each_query_alone(case in attention()) {
+        let lengths = case.paged.lengths.iter().map(|length| 7 * length).collect();
+        let paged = Paged { lengths, ..case.paged };
+        let window = case.window.map(|window| 7 * window);
+        let case = Attention { paged, window, ..case };
+        for device in devices() {
+            let [together, alone] = ok(case.together_and_alone(&device))?;
+            prop_assert!(together == alone, "{device:?}");
         }
     }
 

@@ -89,7 +89,8 @@ impl plan::Rule<Case> for Rule {
         if let Some(reason) = Forms::refusal(self.forms, [case.q, case.kv], gpu.arch, sizes.dim) {
             return Err(reason);
         }
-        if sizes.queries < self.queries {
+        // The longest sequence says how many there are.
+        if sizes.queries < self.queries && !case.batch_invariant {
             return Err("there are few queries");
         }
         if !self.general && (case.mask || case.alibi || case.window || case.softcap) {

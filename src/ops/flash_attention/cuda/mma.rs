@@ -152,7 +152,7 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
 
 impl Mma {
     /// Enough blocks to fill the GPU; where there are too few rows for that, small blocks whose
-    /// warps share the keys out among them. The grid is still to be set.
+    /// warps share the keys out among them, but with batch invariance. The grid is still to be set.
     fn divided(case: &Case, tile: AttentionMma, index: usize) -> Self {
         let (sms, sizes) = (case.gpu.sms as usize, &case.sizes);
         let blocks = |row_warps: usize| {
@@ -162,7 +162,7 @@ impl Mma {
         // Measured on an H100: key groups pay as long as there are less than three blocks to an SM.
         let (row_warps, key_groups) = if blocks(8) >= 2 * sms {
             (8, 1)
-        } else if blocks(4) >= 3 * sms {
+        } else if blocks(4) >= 3 * sms || case.batch_invariant {
             (4, 1)
         } else if 5 * blocks(4) >= 3 * sms {
             (4, 2)

@@ -119,6 +119,7 @@ pub(super) fn forward(op: &Attention, q: Given, k: Given, v: Given) -> Result<Cu
         softcap: op.params.softcap,
         right: op.params.right(),
         window: op.params.window,
+        batch_invariant: false,
     };
     // SAFETY: the layouts are the storages' own, `out` has room for the result, and lengths are one more
     // than there are sequences.

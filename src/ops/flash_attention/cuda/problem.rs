@@ -63,6 +63,8 @@ pub(crate) struct Call {
     /// Keys after its own position that a query sees; 0 is causal.
     pub right: Option<usize>,
     pub window: Option<usize>,
+    /// Whether kernel and order of keys depend on nothing that other sequences of a ragged batch have a part in.
+    pub batch_invariant: bool,
 }
 
 /// Where the sequences of a ragged batch are, one after the other in tensors whose batch is one.
@@ -107,6 +109,14 @@ impl Call {
         self.window.filter(|w| *w < self.sizes.keys)
     }
 
+    /// Whether the kernel has to have windows. The longest sequence says whether one hides anything.
+    fn has_window(&self) -> bool {
+        match self.batch_invariant {
+            true => self.window.is_some(),
+            false => self.narrow_window().is_some(),
+        }
+    }
+
     /// Likewise to the right: the last query may see all keys.
     fn narrow_right(&self) -> Option<usize> {
         self.right
@@ -144,7 +154,7 @@ impl Call {
             },
             mask: self.mask.is_some(),
             alibi: self.alibi.is_some(),
-            window: self.narrow_window().is_some() || self.narrow_right().is_some_and(|n| n > 0),
+            window: self.has_window() || self.narrow_right().is_some_and(|n| n > 0),
             softcap: self.softcap.is_some(),
             positive: self.scale > 0.0,
             alignment: Alignment {
@@ -153,6 +163,7 @@ impl Call {
                 kv_heads: heads[0].min(heads[1]),
                 y: alignment(self.y),
             },
+            batch_invariant: self.batch_invariant,
         }
     }
 }
@@ -268,6 +279,7 @@ pub(super) struct Case {
     /// Whether the factor on the scores is positive.
     pub positive: bool,
     pub alignment: Alignment,
+    pub batch_invariant: bool,
 }
 
 impl Case {
@@ -291,6 +303,7 @@ impl Case {
                 kv_heads: 128,
                 y: 16,
             },
+            batch_invariant: false,
         }
     }
 
@@ -326,6 +339,7 @@ impl fmt::Display for Case {
             (self.alibi, "alibi"),
             (self.window, "window"),
             (self.softcap, "softcap"),
+            (self.batch_invariant, "batch invariant"),
         ] {
             if there {
                 write!(f, " +{name}")?;

@@ -278,6 +278,28 @@ fn the_op_names_its_head_sizes() {
     }
 }
 
+/// With batch invariance neither the longest sequence nor their number chooses, and no warps share a row's keys.
+#[test]
+fn batch_invariant_plans_differ_in_rows_alone() -> Result<()> {
+    for gpu in ["T4", "A100", "H100"] {
+        for dim in [64, 72, 80, 128, 256] {
+            let mut entries = std::collections::BTreeSet::new();
+            for (queries, batch) in [(1, 1), (1, 64), (40, 1), (600, 7), (9000, 2)] {
+                let mut case = case(gpu_named(gpu), [F16; 2], [32, 8], dim, queries);
+                (case.batch, case.sizes.batch) = (Batch::Paged(16), batch);
+                case.batch_invariant = true;
+                let plan = select(&case)?;
+                let details = plan.how.details();
+                let shared = ["share keys", "x2 warps", "x4 warps"];
+                assert!(shared.iter().all(|part| !details.contains(part)), "{plan}");
+                entries.insert(plan.how.entry());
+            }
+            assert_eq!(entries.len(), 1, "{gpu}: {entries:?}");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn a_forced_kernel_serves_or_says_why_not() -> Result<()> {
     let case = |tokens| case(gpu_named("H100"), [F16; 2], [32, 8], 128, tokens);

@@ -164,7 +164,8 @@ struct Wgmma {
 }
 
 /// The kernel whose warpgroups have rows of queries of their own, or, if there is one for the head size and its estimated
-/// time is shorter, the one whose warpgroups have the same rows and split the keys.
+/// time is shorter, the one whose warpgroups have the same rows and split the keys; not so with batch invariance, since all
+/// sequences have a part in these times.
 pub(super) fn plan(case: &Case) -> Planned<Call> {
     if let Some(reason) = refusal(case) {
         return Err(reason);
@@ -178,11 +179,13 @@ pub(super) fn plan(case: &Case) -> Planned<Call> {
     };
     let mut place = find(false).ok_or("it is for other head sizes")?;
     let cost = |place: usize| ATTENTION_SM90[place].cost(case);
-    if let Some(shared) = find(true).filter(|shared| cost(*shared) < cost(place)) {
+    let shared = find(true).filter(|shared| cost(*shared) < cost(place));
+    if let Some(shared) = shared.filter(|_| !case.batch_invariant) {
         place = shared;
     }
     let config = ATTENTION_SM90[place];
-    if config.piece() == SMALL_PIECE && 2 * sizes.queries <= config.rows() {
+    let empty = 2 * sizes.queries <= config.rows() && !case.batch_invariant;
+    if config.piece() == SMALL_PIECE && empty {
         return Err(
             "its tiles would be mostly empty, and TMA takes their rows in pieces of 32 bytes",
         );

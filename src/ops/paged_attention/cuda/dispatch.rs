@@ -48,14 +48,14 @@ pub(super) static RULES: &[Rule] = &[
             ),
         ],
         plan: kernels::mma,
-        note: "8 queries of a key/value head in a warp, or 16 of the pools' dtype; rows of keys and values in whole 16-byte pieces; FP8 (f8e4m3) and INT8 (u8), which become f16 in registers, in paged_attention_codes.cu",
+        note: "8 queries of a key/value head in a warp, or 16 of the pools' dtype; rows of keys and values in whole 16-byte pieces; FP8 (f8e4m3) and INT8 (u8), which become f16 in registers, in paged_attention_codes.cu; with batch invariance 8 queries and splits of 128 keys, in paged_attention_fixed_split.cu and paged_attention_fixed_split_codes.cu",
     },
     Rule {
         kernel: "paged_attention_plain",
         source: "attention/paged_attention.cu",
         forms: &[Forms::of_each(HeadSizes::UpTo(kernels::WIDEST))],
         plan: kernels::plain,
-        note: "multiply-adds in f32, any strides, codes too; 2 to 4 queries of a key/value head in a warp",
+        note: "multiply-adds in f32, any strides, codes too; 2 to 4 queries of a key/value head in a warp; with batch invariance in the same files as above",
     },
 ];
 

@@ -1,9 +1,9 @@
-//! `kernels/attention/paged_attention.cu`
+//! `kernels/attention/paged_attention.cu`, and with batch invariance `kernels/attention/paged_attention_fixed_split.cu`
 
 use super::problem::{Call, Case};
 use crate::cuda::abi::{
-    PAGED_CODES, PAGED_MMA, PAGED_PLAIN, PAGED_PLAIN_KEYS, PAGED_WARPS, PagedCodes, PagedMma,
-    PagedPlain, WARP,
+    PAGED_CODES, PAGED_MMA, PAGED_PLAIN, PAGED_PLAIN_KEYS, PAGED_SPLIT, PAGED_WARPS, PagedCodes,
+    PagedMma, PagedPlain, WARP,
 };
 use crate::cuda::{Grid, Launcher, Module, UNALIGNED, fatbin};
 use crate::ops::flash_attention::cuda::{Kernel, Planned};
@@ -67,6 +67,52 @@ pub(super) static CODES: Module = Module::new(
     ],
 );
 
+/// With splits of a fixed size, as [`MODULE`], but with 8 rows alone; and at the end what merges the splits.
+pub(super) static FIXED_SPLIT: Module = Module::new(
+    "paged_attention_fixed_split",
+    fatbin!("paged_attention_fixed_split"),
+    &[
+        "paged_attention_fixed_split_d64_f16",
+        "paged_attention_fixed_split_d64_bf16",
+        "paged_attention_fixed_split_d80_f16",
+        "paged_attention_fixed_split_d80_bf16",
+        "paged_attention_fixed_split_d96_f16",
+        "paged_attention_fixed_split_d96_bf16",
+        "paged_attention_fixed_split_d128_f16",
+        "paged_attention_fixed_split_d128_bf16",
+        "paged_attention_fixed_split_d256_f16",
+        "paged_attention_fixed_split_d256_bf16",
+        "paged_attention_fixed_split_any64",
+        "paged_attention_fixed_split_any128",
+        "paged_attention_fixed_split_any256",
+        "paged_attention_fixed_split_merge",
+    ],
+);
+
+/// The same over codes, as [`CODES`].
+pub(super) static FIXED_SPLIT_CODES: Module = Module::new(
+    "paged_attention_fixed_split_codes",
+    fatbin!("paged_attention_fixed_split_codes"),
+    &[
+        "paged_attention_fixed_split_codes_d64_fp8",
+        "paged_attention_fixed_split_codes_d64_int8",
+        "paged_attention_fixed_split_codes_d80_fp8",
+        "paged_attention_fixed_split_codes_d80_int8",
+        "paged_attention_fixed_split_codes_d96_fp8",
+        "paged_attention_fixed_split_codes_d96_int8",
+        "paged_attention_fixed_split_codes_d128_fp8",
+        "paged_attention_fixed_split_codes_d128_int8",
+        "paged_attention_fixed_split_codes_d256_fp8",
+        "paged_attention_fixed_split_codes_d256_int8",
+        "paged_attention_fixed_split_codes_any64",
+        "paged_attention_fixed_split_codes_any128",
+        "paged_attention_fixed_split_codes_any256",
+    ],
+);
+
+/// The last of [`FIXED_SPLIT`].
+const MERGE: usize = 13;
+
 /// Head sizes that tensor cores have a kernel for.
 pub(super) const MMA_HEAD_SIZES: [usize; 5] = [64, 80, 96, 128, 256];
 
@@ -88,15 +134,22 @@ struct Paged {
     /// Warps that are needed for all rows of a key/value head.
     parts: usize,
     grid: Grid,
+    /// Of the launch that merges splits of a fixed size.
+    merge: Option<Grid>,
 }
 
 /// The place among so many forms, each a head size and rows, of the one with 16 rows if there are more than 8 that may be
-/// rounded.
+/// rounded, which with batch invariance would depend on the number of queries.
 fn place(case: &Case, count: usize, form: impl Fn(usize) -> [usize; 2]) -> Option<usize> {
     let of_rows = |rows| (0..count).position(|i| form(i) == [case.sizes.dim, rows]);
-    let many = case.rows() > 8 && case.is_narrow();
+    let many = case.rows() > 8 && case.is_narrow() && !case.batch_invariant;
     let place = if many { of_rows(16) } else { None };
     place.or(of_rows(8))
+}
+
+/// The place of a head size among the kernels with 8 rows, which are those with splits of a fixed size.
+fn of_8_rows(dim: usize) -> Option<usize> {
+    MMA_HEAD_SIZES.iter().position(|size| *size == dim)
 }
 
 /// On tensor cores: with 16 rows if there are more than 8, of the pools' own dtype.
@@ -112,7 +165,10 @@ pub(super) fn mma(case: &Case) -> Planned<Call> {
     let place = place.ok_or("it is for other head sizes")?;
     let PagedMma { dim, keys, rows } = PAGED_MMA[place];
     let bf16 = usize::from(case.pool_dtype == DType::BF16);
-    let kernel = (&MODULE, 2 * place + bf16);
+    let kernel = match of_8_rows(dim).filter(|_| case.batch_invariant) {
+        Some(place) => (&FIXED_SPLIT, 2 * place + bf16),
+        None => (&MODULE, 2 * place + bf16),
+    };
     Paged::plan(case, kernel, [keys, rows], dim / 16 * 512)
 }
 
@@ -123,7 +179,10 @@ fn codes(case: &Case) -> Planned<Call> {
     let place = place.ok_or("it is for other head sizes")?;
     let PagedCodes { dim, keys, rows } = PAGED_CODES[place];
     let int8 = usize::from(case.pool_dtype == DType::U8);
-    let kernel = (&CODES, 2 * place + int8);
+    let kernel = match of_8_rows(dim).filter(|_| case.batch_invariant) {
+        Some(place) => (&FIXED_SPLIT_CODES, 2 * place + int8),
+        None => (&CODES, 2 * place + int8),
+    };
     Paged::plan(case, kernel, [keys, rows], dim / 16 * 512)
 }
 
@@ -134,24 +193,30 @@ pub(super) fn plain(case: &Case) -> Planned<Call> {
     let place = place.ok_or("it is for other head sizes")?;
     let PagedPlain { rows, .. } = PAGED_PLAIN[place];
     let queries = 4 * rows * case.sizes.dim;
-    let kernel = match case.is_coded() {
-        true => (&CODES, 2 * PAGED_CODES.len() + place),
-        false => (&MODULE, 2 * PAGED_MMA.len() + place),
+    let kernel = match (case.batch_invariant, case.is_coded()) {
+        (false, true) => (&CODES, 2 * PAGED_CODES.len() + place),
+        (false, false) => (&MODULE, 2 * PAGED_MMA.len() + place),
+        (true, true) => (&FIXED_SPLIT_CODES, 2 * MMA_HEAD_SIZES.len() + place),
+        (true, false) => (&FIXED_SPLIT, 2 * MMA_HEAD_SIZES.len() + place),
     };
     Paged::plan(case, kernel, [PAGED_PLAIN_KEYS, rows], queries)
 }
 
-/// Bytes of static shared memory of a block, at most.
+/// Bytes of static shared memory of a block, at most; what merges splits has more, and nothing besides.
 pub(super) const FIXED_SHARED: usize = 1280;
 
 /// Bytes of a block: `PagedShared` of the kernel. The memory of the two records of each warp has the plan of the shares
-/// before there are records, and the threads' partial results of the merge of blocks behind them.
+/// before there are records, and the threads' partial results of the merge of blocks behind them. Splits of a fixed size
+/// leave no records.
 fn shared_memory(case: &Case, warps: usize, rows: usize, queries: usize) -> usize {
     /// `SharePlan`, and four sums with what they are relative to.
     const OF_THREAD: usize = 24;
     let dim = case.sizes.dim;
     let held = rows.min(case.rows().next_multiple_of(2));
-    let records = 4 * 2 * held * (2 + dim + dim % 2 + 2);
+    let records = match case.batch_invariant {
+        true => 0,
+        false => 4 * 2 * held * (2 + dim + dim % 2 + 2),
+    };
     warps * (queries + 4 * 3 * rows + records.max(WARP * OF_THREAD))
 }
 
@@ -170,6 +235,10 @@ impl Paged {
             return Err("the rows of a block's warps do not fit into shared memory");
         };
         let parts = case.rows().div_ceil(rows);
+        let keys = match case.batch_invariant {
+            true => PAGED_SPLIT,
+            false => keys,
+        };
         // A sequence may have a page that is not full, and has a unit in front of its keys.
         let units = (case.pages * case.sizes.page).div_ceil(keys) + 2 * case.sequences;
         let units = units.saturating_mul(case.sizes.kv_heads * parts);
@@ -180,6 +249,11 @@ impl Paged {
         let at_once = at_once.find(|blocks| fits(&warps, *blocks)).unwrap_or(1);
         let blocks = (case.gpu.sms as usize * at_once).min(units) as u32;
         let threads = (WARP * warps) as u32;
+        let results = case.sequences * case.queries * case.heads;
+        let Ok(results) = u32::try_from(results) else {
+            return Err("there are more queries than blocks of a launch");
+        };
+        let merge = Grid::line(results, (WARP * PAGED_WARPS) as u32);
         Ok(Box::new(Self {
             module,
             index,
@@ -187,6 +261,7 @@ impl Paged {
             keys,
             parts,
             grid: Grid::new([blocks, 1, 1], threads, shared(&warps) as u32),
+            merge: case.batch_invariant.then_some(merge),
         }))
     }
 }
@@ -204,12 +279,26 @@ impl Kernel<Call> for Paged {
         let Self {
             rows, keys, parts, ..
         } = self;
-        format!("{parts} x {rows} rows, units of {keys} keys")
+        let unit = if self.merge.is_some() {
+            "splits"
+        } else {
+            "units"
+        };
+        format!("{parts} x {rows} rows, {unit} of {keys} keys")
     }
 
     unsafe fn run(&self, launcher: &Launcher, call: &Call) -> Result<()> {
         let params = call.params(self.parts);
-        // SAFETY: the kernel takes `PagedAttentionParams`; the addresses are the caller's.
-        unsafe { launcher.run(self.module, self.index, self.grid, &params) }
+        // SAFETY: both kernels take `PagedAttentionParams`; the addresses are the caller's. The second reads nothing before
+        // it has waited for the first.
+        unsafe {
+            launcher.run(self.module, self.index, self.grid, &params)?;
+            match self.merge {
+                Some(grid) => launcher
+                    .overlapping()
+                    .run(&FIXED_SPLIT, MERGE, grid, &params),
+                None => Ok(()),
+            }
+        }
     }
 }

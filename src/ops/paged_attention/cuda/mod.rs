@@ -1,4 +1,4 @@
-//! The CUDA form: one launch for all sequences. The table ([`dispatch`]) chooses a kernel for a call ([`problem`]);
+//! The CUDA form: one launch for all sequences, or two with batch invariance. The table ([`dispatch`]) chooses a kernel for a call ([`problem`]);
 //! its host file ([`kernels`]) has planned the launch.
 
 mod dispatch;
@@ -149,6 +149,7 @@ fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> Result<()> 
         slopes: op.slopes.as_ref().map_or(Ok(0), address_of)?,
         means: 0,
         tops: 0,
+        weights: 0,
         counters: 0,
         sizes: op.pool,
         csr: matches!(op.table, PageTable::Csr { .. }),
@@ -159,6 +160,7 @@ fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> Result<()> 
         scale: op.params.scale,
         softcap: op.params.softcap,
         window: op.params.window,
+        batch_invariant: op.params.batch_invariant,
     };
     let plan = dispatch::select(&call.case(launcher.gpu.spec))?;
     trace::record(name, || {
@@ -166,13 +168,25 @@ fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> Result<()> 
         format!("cuda q {q} kv {kv} {}", plan.with_reason())
     });
     // Sizes for the form with the most rows.
-    let slots = 2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS;
-    let partial = alloc(name, device, DType::F32, slots * (op.pool.dim + 1))?;
-    let parts = (op.queries * op.heads / op.pool.kv_heads).div_ceil(kernels::FEWEST_ROWS);
-    let counters = zeros_before_launch(&launcher, device, op.sequences * op.pool.kv_heads * parts)?;
-    call.means = address(&partial, &Layout::contiguous(slots))?;
-    call.tops = call.means + (4 * slots * op.pool.dim) as u64;
-    call.counters = counters.device_ptr(&device.cuda_stream()).0;
+    let (rows, counters) = match call.batch_invariant {
+        true => (call.split_room().in_all * op.queries * op.heads, 0),
+        false => {
+            let parts = (op.queries * op.heads / op.pool.kv_heads).div_ceil(kernels::FEWEST_ROWS);
+            let rows = 2 * plan.how.grid().blocks[0] as usize * kernels::MOST_ROWS;
+            (rows, op.sequences * op.pool.kv_heads * parts)
+        }
+    };
+    let partial = alloc(name, device, DType::F32, rows * (op.pool.dim + 2))?;
+    let counters = match counters {
+        0 => None,
+        count => Some(zeros_before_launch(&launcher, device, count)?),
+    };
+    call.means = address(&partial, &Layout::contiguous(rows))?;
+    call.tops = call.means + (4 * rows * op.pool.dim) as u64;
+    call.weights = call.tops + (4 * rows) as u64;
+    call.counters = counters
+        .as_ref()
+        .map_or(0, |counters| counters.device_ptr(&device.cuda_stream()).0);
     // SAFETY: the guards have checked the shapes; scratch memory is made above in the sizes that any kernel needs, and
     // freed behind the launch on the same stream.
     unsafe { plan.how.run(&launcher, &call) }

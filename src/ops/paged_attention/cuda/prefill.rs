@@ -87,6 +87,7 @@ pub(super) fn run(op: &Op<'_>, q: &CudaStorage, layout: &Layout, y: Address) -> 
         softcap: op.params.softcap,
         right: Some(0),
         window: op.params.window,
+        batch_invariant: op.params.batch_invariant,
     };
     // SAFETY: the guards have checked the shapes; the op holds pool, table and lengths, and what reads them runs on the
     // stream that frees them.

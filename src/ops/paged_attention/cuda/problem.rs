@@ -1,6 +1,6 @@
 //! What is asked: the operands by address, and the [`Case`] that a kernel is chosen by.
 
-use crate::cuda::abi::{PagedAttentionParams, Pages};
+use crate::cuda::abi::{PAGED_SPLIT, PagedAttentionParams, Pages};
 use crate::cuda::{Address, GpuSpec};
 use crate::ops::pages::PoolSizes;
 use crate::ops::view::dtype_index;
@@ -20,11 +20,13 @@ pub(super) struct Call {
     pub y: Address,
     /// f32 `[heads]`
     pub slopes: Address,
-    /// f32, for each block two times the rows of a warp, of a head's width.
+    /// f32, for each block two times the rows of a warp, of a head's width; with batch invariance all rows of each split.
     pub means: Address,
     /// f32, one for each of those rows.
     pub tops: Address,
-    /// u32, zero: one for each sequence, key/value head and part of its rows.
+    /// With batch invariance likewise.
+    pub weights: Address,
+    /// u32, zero: one for each sequence, key/value head and part of its rows; not with batch invariance.
     pub counters: Address,
     pub sizes: PoolSizes,
     pub csr: bool,
@@ -35,6 +37,48 @@ pub(super) struct Call {
     pub scale: f32,
     pub softcap: Option<f32>,
     pub window: Option<usize>,
+    pub batch_invariant: bool,
+}
+
+/// How much room there is for splits of a fixed size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SplitRoom {
+    pub in_all: usize,
+    /// Of each sequence; 0 if in all there are as many as the entries of a table in CSR form need.
+    pub each: usize,
+}
+
+impl SplitRoom {
+    /// Whatever the lengths are, which the host does not know: `tokens` is what the table has entries for, of each sequence
+    /// or in CSR form of all.
+    pub fn new(
+        sequences: usize,
+        tokens: usize,
+        csr: bool,
+        queries: usize,
+        window: Option<usize>,
+    ) -> Self {
+        // What the queries of a step see may begin and end within a split.
+        let seen =
+            window.map(|window| (window + queries - 1 + PAGED_SPLIT - 1).div_ceil(PAGED_SPLIT));
+        let each = |each: usize| Self {
+            in_all: sequences * each,
+            each,
+        };
+        let by_window = seen.map(each);
+        let by_table = match csr {
+            // Each may end within a split.
+            true => Self {
+                in_all: tokens / PAGED_SPLIT + sequences,
+                each: 0,
+            },
+            false => each(tokens.div_ceil(PAGED_SPLIT).max(1)),
+        };
+        match by_window {
+            Some(by_window) if by_window.in_all < by_table.in_all => by_window,
+            _ => by_table,
+        }
+    }
 }
 
 impl Call {
@@ -52,7 +96,27 @@ impl Call {
             dtype: self.dtype,
             pool_dtype: self.pool_dtype,
             aligned: self.is_aligned(),
+            batch_invariant: self.batch_invariant,
         }
+    }
+
+    /// The window, if there are positions that pass it.
+    fn narrow_window(&self) -> Option<usize> {
+        self.window.filter(|window| *window < 1 << 30)
+    }
+
+    pub fn split_room(&self) -> SplitRoom {
+        let (sequences, tokens) = (
+            self.pages.sequences,
+            self.pages.width as usize * self.sizes.page,
+        );
+        SplitRoom::new(
+            sequences as usize,
+            tokens,
+            self.csr,
+            self.queries,
+            self.narrow_window(),
+        )
     }
 
     /// Whether rows of keys and values begin at multiples of 16 bytes, as the tensor cores' loads do.
@@ -91,14 +155,16 @@ impl Call {
             kv_heads: self.sizes.kv_heads as u32,
             head_dim: self.sizes.dim as u32,
             parts: parts as u32,
-            // One that no position passes hides nothing.
-            window: self
-                .window
-                .map_or(0, |w| if w < 1 << 30 { w as u32 } else { 0 }),
+            window: self.narrow_window().unwrap_or(0) as u32,
             dtype: dtype_index(self.dtype) as i32,
             packs: self.has_packs().into(),
             scale: self.scale,
             softcap: self.softcap.unwrap_or(0.),
+            weights: self.weights,
+            splits: match self.batch_invariant {
+                true => self.split_room().each as u32,
+                false => 0,
+            },
         }
     }
 }
@@ -128,6 +194,7 @@ pub(super) struct Case {
     pub pool_dtype: DType,
     /// Whether rows of keys and values begin at multiples of 16 bytes.
     pub aligned: bool,
+    pub batch_invariant: bool,
 }
 
 impl Case {
@@ -166,6 +233,9 @@ impl fmt::Display for Case {
         let (q, kv) = (self.dtype.as_str(), self.pool_dtype.as_str());
         write!(f, "q {q} [{sequences}, {queries}, {heads}, {dim}] ")?;
         write!(f, "over {pages} pages of {kv} [{page}, {kv_heads}, {dim}] ")?;
+        if self.batch_invariant {
+            write!(f, "+batch invariant ")?;
+        }
         write!(f, "on sm_{}", self.gpu.arch)
     }
 }

@@ -2,8 +2,8 @@
 
 use super::dispatch::{RULES, select};
 use super::kernels::{self, FEWEST_ROWS, FIXED_SHARED, MOST_ROWS};
-use super::problem::Case;
-use crate::cuda::abi::{PAGED_CODES, PAGED_MMA, PAGED_PLAIN};
+use super::problem::{Case, SplitRoom};
+use crate::cuda::abi::{PAGED_CODES, PAGED_MMA, PAGED_PLAIN, PAGED_SPLIT};
 use crate::cuda::table_tests::{GPUS, gpu_named};
 use crate::cuda::{Launcher, with_kernel};
 use crate::ops::flash_attention::cuda::table_tests::{MODELS, forms};
@@ -28,6 +28,7 @@ fn case(dtypes: [DType; 2], [heads, kv_heads]: [usize; 2], dim: usize, queries: 
         dtype,
         pool_dtype,
         aligned: true,
+        batch_invariant: false,
     }
 }
 
@@ -51,6 +52,20 @@ pub(crate) fn plans() -> Result<String> {
             ..case
         })?;
         writeln!(text, "  4 in f32, unaligned: {}", plan.with_reason()).expect("a string");
+        for (pool, aligned) in [
+            (DType::BF16, true),
+            (DType::F8E4M3, true),
+            (DType::U8, false),
+        ] {
+            let plan = select(&Case {
+                pool_dtype: pool,
+                aligned,
+                batch_invariant: true,
+                ..case
+            })?;
+            let pool = pool.as_str();
+            writeln!(text, "  4 over {pool}, batch invariant: {plan}").expect("a string");
+        }
     }
     Ok(text)
 }
@@ -77,9 +92,15 @@ fn every_head_size_up_to_256_has_a_kernel() -> Result<()> {
                 for rows in 1..=17 {
                     for pool in [dtype, DType::F8E4M3, DType::U8] {
                         let case = case([dtype, pool], [2 * rows, 2], dim, 1);
-                        let plan = select(&Case { gpu, ..case })?;
-                        let shared = plan.how.grid().shared as usize;
-                        assert!(shared + FIXED_SHARED <= gpu.shared as usize, "{plan}");
+                        for batch_invariant in [false, true] {
+                            let plan = select(&Case {
+                                gpu,
+                                batch_invariant,
+                                ..case
+                            })?;
+                            let shared = plan.how.grid().shared as usize;
+                            assert!(shared + FIXED_SHARED <= gpu.shared as usize, "{plan}");
+                        }
                     }
                 }
             }
@@ -98,8 +119,16 @@ fn plans_leave_room_for_static_shared_memory_on_cuda() -> Result<()> {
         return Ok(());
     };
     let gpu = Launcher::new(device.as_cuda_device()?)?.gpu;
-    for module in [&kernels::MODULE, &kernels::CODES] {
-        for (name, bytes) in module.static_shared(gpu)? {
+    let modules = [
+        &kernels::MODULE,
+        &kernels::CODES,
+        &kernels::FIXED_SPLIT,
+        &kernels::FIXED_SPLIT_CODES,
+    ];
+    for module in modules {
+        let all = module.static_shared(gpu)?.into_iter();
+        // What merges splits has no other shared memory.
+        for (name, bytes) in all.filter(|(name, _)| !name.ends_with("_merge")) {
             assert!(
                 bytes as usize <= FIXED_SHARED,
                 "{name} has {bytes} bytes of static shared memory, plans leave {FIXED_SHARED}"
@@ -118,6 +147,65 @@ fn scratch_memory_has_room_for_every_form() {
         rows.clone()
             .all(|rows| (FEWEST_ROWS..=MOST_ROWS).contains(&rows))
     );
+}
+
+/// With batch invariance neither the number of queries nor what else is in the batch chooses.
+#[test]
+fn batch_invariant_plans_differ_in_grids_alone() -> Result<()> {
+    for pool in [DType::F32, DType::F16, DType::F8E4M3] {
+        for dim in [64, 72, 128, 256] {
+            let mut entries = std::collections::BTreeSet::new();
+            for (queries, sequences) in [(1, 1), (1, 200), (4, 16), (16, 3)] {
+                let plan = select(&Case {
+                    sequences,
+                    batch_invariant: true,
+                    ..case([DType::F16, pool], [32, 8], dim, queries)
+                })?;
+                entries.insert(plan.how.entry());
+            }
+            assert_eq!(entries.len(), 1, "{entries:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Each sequence has room for the splits of its keys, in the place where the kernel puts them.
+#[test]
+fn there_is_room_for_every_split() {
+    const SPLIT: usize = PAGED_SPLIT;
+    for (pages_each, page) in [
+        (vec![0, 1, 70, 3], 16),
+        (vec![1; 9], 1),
+        (vec![129, 128], 256),
+    ] {
+        let longest = pages_each.iter().max().map_or(0, |pages| pages * page);
+        let all = pages_each.iter().sum::<usize>() * page;
+        for queries in [1, 5, 16] {
+            for window in [None, Some(1), Some(100), Some(128), Some(5000)] {
+                let splits_of = |pages: usize| {
+                    (0..=pages * page).map(move |length: usize| {
+                        let seen = window.map_or(length, |window| window + queries - 1);
+                        length.div_ceil(SPLIT) - length.saturating_sub(seen) / SPLIT
+                    })
+                };
+                let padded = SplitRoom::new(pages_each.len(), longest, false, queries, window);
+                assert_eq!(padded.in_all, pages_each.len() * padded.each);
+                assert!(splits_of(longest / page).all(|splits| splits <= padded.each));
+                let csr = SplitRoom::new(pages_each.len(), all, true, queries, window);
+                let (mut entries, mut end) = (0, 0);
+                for (b, pages) in pages_each.iter().enumerate() {
+                    let first = match csr.each {
+                        0 => entries * page / SPLIT + b,
+                        each => b * each,
+                    };
+                    assert!(first >= end, "{csr:?}");
+                    end = first + splits_of(*pages).max().unwrap_or(0);
+                    entries += pages;
+                }
+                assert!(end <= csr.in_all, "{csr:?}");
+            }
+        }
+    }
 }
 
 #[test]
