@@ -29,6 +29,9 @@ const CACHE: &str = "CANDLE_FUSED_KERNEL_CACHE";
 /// The sources, in folders; includes are relative to it.
 const KERNELS: &str = "kernels";
 
+/// By this a source says that it has code for 8.9 that 8.0 has not.
+const ASKS_FOR_89: &str = ">= 890";
+
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
@@ -97,7 +100,7 @@ fn build() -> Result<(), String> {
     let next = AtomicUsize::new(0);
     let worker = || -> Result<(), String> {
         while let Some(unit) = stale.get(next.fetch_add(1, Ordering::Relaxed)) {
-            unit.compile(&nvcc, &arguments)?;
+            unit.compile(&nvcc, unit.arguments(&arguments))?;
             if let Some(folder) = &cache {
                 unit.save_to(folder)
                     .map_err(|e| format!("{CACHE}: {}: {e}", folder.display()))?;
@@ -123,6 +126,7 @@ struct Unit {
     /// Everything the fatbin was made from, beside it.
     stamp: PathBuf,
     made_from: String,
+    asks_for_89: bool,
 }
 
 impl Unit {
@@ -146,6 +150,10 @@ impl Unit {
                 }
             }
         }
+        let asks_for_89 = code.contains(ASKS_FOR_89);
+        if asks_for_89 {
+            made_from.push_str("8.9 for itself\n");
+        }
         let stem = source.file_stem().unwrap_or_default();
         let fatbin = out.join(stem).with_extension("fatbin");
         Self {
@@ -153,6 +161,7 @@ impl Unit {
             stamp: fatbin.with_extension("stamp"),
             fatbin,
             made_from,
+            asks_for_89,
         }
     }
 
@@ -160,7 +169,15 @@ impl Unit {
         self.fatbin.exists() && fs::read_to_string(&self.stamp).is_ok_and(|s| s == self.made_from)
     }
 
-    fn compile(&self, nvcc: &Nvcc, arguments: &[String]) -> Result<(), String> {
+    /// Where a source asks for 8.9, machine code for it goes through a front end of its own.
+    fn arguments(&self, of_all: &[String]) -> impl Iterator<Item = String> {
+        of_all.iter().map(|argument| match self.asks_for_89 {
+            true => argument.replace("compute_80,code=sm_89", "compute_89,code=sm_89"),
+            false => argument.clone(),
+        })
+    }
+
+    fn compile(&self, nvcc: &Nvcc, arguments: impl Iterator<Item = String>) -> Result<(), String> {
         // A compile that is broken off leaves no stamp beside what it wrote.
         if self.stamp.exists() {
             fs::remove_file(&self.stamp).map_err(|e| format!("{}: {e}", self.stamp.display()))?;
@@ -441,8 +458,9 @@ fn targets(nvcc: &Nvcc) -> Result<Vec<String>, String> {
     Ok(arguments)
 }
 
-/// What the language is compiled for: nothing that kernels are written with sets 8.0 to 8.9 apart,
-/// so that one pass does for all of them (`__CUDA_ARCH__` is 800), which saves 40 % of the time.
+/// What the language is compiled for: next to nothing that kernels are written with sets 8.0 to 8.9 apart, so that one
+/// pass does for all of them (`__CUDA_ARCH__` is 800), which saves 40 % of the time. For the exception see
+/// [`Unit::arguments`].
 fn front_end(arch: &str) -> String {
     match arch {
         "80" | "86" | "87" | "88" | "89" => "80".into(),

@@ -33,6 +33,19 @@ echo "kernels: ${#sources[@]} files, $(cat "$work"/*.fatbin | wc -c) bytes"
 
 cuobjdump="$(command -v cuobjdump || echo "${CUDA_HOME:-}/bin/cuobjdump")"
 if [ -x "$cuobjdump" ]; then
+  # A GPU of 8.9 would run an empty kernel, which no test on another GPU finds.
+  if [ "${CANDLE_FUSED_COMPUTE_CAP:-all}" = all ]; then
+    "$cuobjdump" -res-usage "$work/gemm_fp8_mma.fatbin" 2>/dev/null | awk '
+      /^arch =/ { arch = $3 }
+      arch == "sm_89" && match($0, /SHARED:[0-9]+/) {
+        ++kernels
+        if (substr($0, RSTART + 7, RLENGTH - 7) == 0) empty = 1
+      }
+      END { exit !kernels || empty }' || {
+      echo "gemm_fp8_mma is empty in the code for 8.9"
+      exit 1
+    }
+  fi
   for fatbin in "$work"/*.fatbin; do
     "$cuobjdump" -res-usage "$fatbin" 2>/dev/null | awk '
       /^arch =/ { arch = $3 }

@@ -128,11 +128,14 @@ impl Gpu {
 /// tensor instructions, so it counts as 8.9.
 fn code_for(capability: u32, sass: &str, ptx: &str) -> u32 {
     let runs = |code: &str| match code.parse::<u32>() {
-        Ok(code) => code / 10 == capability / 10 && code <= capability,
-        Err(_) => code.trim_end_matches(char::is_alphabetic) == capability.to_string(),
+        Ok(code) => (code / 10 == capability / 10 && code <= capability).then_some(code),
+        Err(_) => {
+            let own = code.trim_end_matches(char::is_alphabetic) == capability.to_string();
+            own.then_some(capability)
+        }
     };
-    if sass.split(' ').any(runs) {
-        return capability;
+    if let Some(code) = sass.split(' ').filter_map(runs).max() {
+        return code;
     }
     ptx.split(' ')
         .filter_map(|code| code.parse().ok())
@@ -152,7 +155,7 @@ mod tests {
             (75, 75),
             (80, 80),
             (86, 86),
-            (88, 88),
+            (88, 87),
             (89, 89),
             (90, 90),
             (100, 80),
@@ -163,6 +166,8 @@ mod tests {
         }
         assert_eq!(code_for(90, "75", "75"), 75);
         assert_eq!(code_for(86, "89", "80"), 80);
+        // What is compiled for 8.0 has none of 8.9's instructions.
+        assert_eq!(code_for(89, "80 86", "80"), 86);
         assert_eq!(code_for(120, "90a", "90"), 89);
     }
 }

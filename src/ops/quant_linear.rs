@@ -63,8 +63,9 @@ use candle_core::{Result, Tensor};
 /// are exact in integers, and `s` times the weight row's scale is applied after them in f32. An input is off by at most
 /// half of its row's `s`. A row with values that are not finite gives a row of such values.
 ///
-/// With [`ActivationBits::Bits8`], FP8 weights of such rows meet 64 rows of x and more in e4m3 on GPUs from compute
-/// capability 8.9 on, where K is a multiple of 128: each 128 values of a row, after the norm, in steps of e4m3 of their
+/// With [`ActivationBits::Bits8`], FP8 weights (at most three, whose rows are multiples of 8) meet 64 rows of x and more in
+/// e4m3 where K is a multiple of 128, on GPUs of compute capability 8.9 and 9.0, and on newer ones if kernels are compiled
+/// for these: each 128 values of a row, after the norm, in steps of e4m3 of their
 /// largest magnitude over 448 (as in DeepSeek-V3, 2024), with sums of at most 128 added up in f32. An input is off by at
 /// most a 16th of itself, or by a 1024th of that scale.
 ///

@@ -14,7 +14,7 @@ use std::str::FromStr;
 /// ([`PerToken8`](Self::PerToken8) excepted). On CUDA, every kernel takes at least the bits of bf16, except that one row
 /// of x is quantized for 4-bit codes on Hopper, to 16-bit integers with a scale for each 256 values, that
 /// [`Auto`](Self::Auto) and [`Bits8`](Self::Bits8) let INT8 weights meet x in int8 from 64 rows on
-/// ([`quant_linear`](fn@crate::ops::quant_linear)), and that `Bits8` lets FP8 weights on Ada, Hopper and newer GPUs meet x
+/// ([`quant_linear`](fn@crate::ops::quant_linear)), and that `Bits8` lets FP8 weights on Ada and Hopper meet x
 /// in e4m3 floats from there on, with a scale for each 128 values of a row.
 ///
 /// [`PerToken8`](Self::PerToken8) is no measure of precision but part of a model: layers that were trained with

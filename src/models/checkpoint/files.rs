@@ -74,7 +74,7 @@ impl std::fmt::Debug for Checkpoint {
 
 impl Checkpoint {
     /// Opens the files, one or several shards, beside the text of their `config.json`. Tensors are read when they are
-    /// asked for, by all threads.
+    /// asked for, by all threads; the files stay open meanwhile.
     ///
     /// # Errors
     /// If a file cannot be read or is no safetensors file, `config` is no JSON, or its

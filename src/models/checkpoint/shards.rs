@@ -1,5 +1,5 @@
-//! The tensors of safetensors files, read by position. No file is mapped: of a model that goes to a GPU the process never
-//! holds more than the parts that are on their way, and a file that is cut while it is read is an error.
+//! The tensors of safetensors files, read by position. No file is mapped: of a tensor that goes to a GPU as it is the process
+//! holds no more than the parts that are on their way, and a file that is cut while it is read is an error.
 
 #[cfg(feature = "cuda")]
 use crate::cuda::upload_tensor_from;
@@ -7,8 +7,10 @@ use crate::nn::pack::named;
 use crate::pool;
 use bytemuck::allocation::try_zeroed_slice_box;
 use bytemuck::{Pod, cast_slice_mut};
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::safetensors::Load;
-use candle_core::{DType, Device, Error, Result, Tensor, WithDType, bail};
+use candle_core::{Device, Error, Result, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use safetensors::tensor::{Metadata, TensorInfo, TensorView};
 use safetensors::{Dtype, SafeTensorError};
@@ -17,7 +19,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Bytes that a thread reads at a time.
+/// Bytes that a thread reads at least.
 const GRAIN: usize = 256 << 10;
 
 /// Bytes in front of the header: its length.
@@ -218,11 +220,12 @@ fn on_gpu(stored: Dtype) -> Option<DType> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::DType;
     use safetensors::serialize_to_file;
     use std::fs::OpenOptions;
     use tempfile::TempDir;
 
-    /// Values of a tensor: some more than a thread reads at a time.
+    /// Values of a tensor: some more than a thread reads at least.
     const COUNT: usize = GRAIN + 3;
 
     fn written(dtype: Dtype, bytes: &[u8]) -> Result<(TempDir, PathBuf)> {

@@ -1,5 +1,5 @@
-//! The CUDA form: one launch for all sequences, or two with batch invariance. The table ([`dispatch`]) chooses a kernel for a call ([`problem`]);
-//! its host file ([`kernels`]) has planned the launch.
+//! The CUDA form: one launch for all sequences, or two with batch invariance. The table ([`dispatch`]) chooses a kernel
+//! for a call ([`problem`]); its host file ([`kernels`]) has planned the launch.
 
 mod dispatch;
 mod kernels;
