@@ -113,6 +113,8 @@ pub(super) static FIXED_SPLIT_CODES: Module = Module::new(
 /// The last of [`FIXED_SPLIT`].
 const MERGE: usize = 13;
 
+const OTHER_HEAD_SIZES: &str = "it is for other head sizes";
+
 /// Head sizes that tensor cores have a kernel for.
 pub(super) const MMA_HEAD_SIZES: [usize; 5] = [64, 80, 96, 128, 256];
 
@@ -148,8 +150,9 @@ fn place(case: &Case, count: usize, form: impl Fn(usize) -> [usize; 2]) -> Optio
 }
 
 /// The place of a head size among the kernels with 8 rows, which are those with splits of a fixed size.
-fn of_8_rows(dim: usize) -> Option<usize> {
-    MMA_HEAD_SIZES.iter().position(|size| *size == dim)
+fn of_8_rows(dim: usize) -> std::result::Result<usize, &'static str> {
+    let place = MMA_HEAD_SIZES.iter().position(|size| *size == dim);
+    place.ok_or(OTHER_HEAD_SIZES)
 }
 
 /// On tensor cores: with 16 rows if there are more than 8, of the pools' own dtype.
@@ -162,12 +165,12 @@ pub(super) fn mma(case: &Case) -> Planned<Call> {
     }
     let form = |i: usize| [PAGED_MMA[i].dim, PAGED_MMA[i].rows];
     let place = place(case, PAGED_MMA.len(), form);
-    let place = place.ok_or("it is for other head sizes")?;
+    let place = place.ok_or(OTHER_HEAD_SIZES)?;
     let PagedMma { dim, keys, rows } = PAGED_MMA[place];
     let bf16 = usize::from(case.pool_dtype == DType::BF16);
-    let kernel = match of_8_rows(dim).filter(|_| case.batch_invariant) {
-        Some(place) => (&FIXED_SPLIT, 2 * place + bf16),
-        None => (&MODULE, 2 * place + bf16),
+    let kernel = match case.batch_invariant {
+        true => (&FIXED_SPLIT, 2 * of_8_rows(dim)? + bf16),
+        false => (&MODULE, 2 * place + bf16),
     };
     Paged::plan(case, kernel, [keys, rows], dim / 16 * 512)
 }
@@ -176,12 +179,12 @@ pub(super) fn mma(case: &Case) -> Planned<Call> {
 fn codes(case: &Case) -> Planned<Call> {
     let form = |i: usize| [PAGED_CODES[i].dim, PAGED_CODES[i].rows];
     let place = place(case, PAGED_CODES.len(), form);
-    let place = place.ok_or("it is for other head sizes")?;
+    let place = place.ok_or(OTHER_HEAD_SIZES)?;
     let PagedCodes { dim, keys, rows } = PAGED_CODES[place];
     let int8 = usize::from(case.pool_dtype == DType::U8);
-    let kernel = match of_8_rows(dim).filter(|_| case.batch_invariant) {
-        Some(place) => (&FIXED_SPLIT_CODES, 2 * place + int8),
-        None => (&CODES, 2 * place + int8),
+    let kernel = match case.batch_invariant {
+        true => (&FIXED_SPLIT_CODES, 2 * of_8_rows(dim)? + int8),
+        false => (&CODES, 2 * place + int8),
     };
     Paged::plan(case, kernel, [keys, rows], dim / 16 * 512)
 }
@@ -190,7 +193,7 @@ fn codes(case: &Case) -> Planned<Call> {
 pub(super) fn plain(case: &Case) -> Planned<Call> {
     let mut forms = PAGED_PLAIN.iter();
     let place = forms.position(|form| case.sizes.dim <= form.dim);
-    let place = place.ok_or("it is for other head sizes")?;
+    let place = place.ok_or(OTHER_HEAD_SIZES)?;
     let PagedPlain { rows, .. } = PAGED_PLAIN[place];
     let queries = 4 * rows * case.sizes.dim;
     let kernel = match (case.batch_invariant, case.is_coded()) {
