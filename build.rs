@@ -29,8 +29,8 @@ const CACHE: &str = "CANDLE_FUSED_KERNEL_CACHE";
 /// The sources, in folders; includes are relative to it.
 const KERNELS: &str = "kernels";
 
-/// By this a source says that it has code for 8.9 that 8.0 has not.
-const ASKS_FOR_89: &str = ">= 890";
+/// A source that has this has code for 8.9 alone, which the front end for 8.0 leaves out.
+const CODE_FOR_89: &str = ">= 890";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -126,7 +126,7 @@ struct Unit {
     /// Everything the fatbin was made from, beside it.
     stamp: PathBuf,
     made_from: String,
-    asks_for_89: bool,
+    has_code_for_89: bool,
 }
 
 impl Unit {
@@ -150,8 +150,8 @@ impl Unit {
                 }
             }
         }
-        let asks_for_89 = code.contains(ASKS_FOR_89);
-        if asks_for_89 {
+        let has_code_for_89 = code.contains(CODE_FOR_89);
+        if has_code_for_89 {
             made_from.push_str("8.9 for itself\n");
         }
         let stem = source.file_stem().unwrap_or_default();
@@ -161,7 +161,7 @@ impl Unit {
             stamp: fatbin.with_extension("stamp"),
             fatbin,
             made_from,
-            asks_for_89,
+            has_code_for_89,
         }
     }
 
@@ -169,9 +169,9 @@ impl Unit {
         self.fatbin.exists() && fs::read_to_string(&self.stamp).is_ok_and(|s| s == self.made_from)
     }
 
-    /// Where a source asks for 8.9, machine code for it goes through a front end of its own.
+    /// The arguments of all sources; for one with code for 8.9, with the front end run for `compute_89` too.
     fn arguments(&self, of_all: &[String]) -> impl Iterator<Item = String> {
-        of_all.iter().map(|argument| match self.asks_for_89 {
+        of_all.iter().map(|argument| match self.has_code_for_89 {
             true => argument.replace("compute_80,code=sm_89", "compute_89,code=sm_89"),
             false => argument.clone(),
         })

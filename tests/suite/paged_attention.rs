@@ -102,21 +102,23 @@ impl Case {
     }
 }
 
+/// Dtypes of queries, each with one of the pools.
+const DTYPES: [(DType, DType); 7] = [
+    (DType::F32, DType::F32),
+    (DType::F16, DType::F16),
+    (DType::BF16, DType::BF16),
+    (DType::F32, DType::F16),
+    (DType::F32, DType::BF16),
+    (DType::BF16, DType::F16),
+    (DType::F16, DType::F32),
+];
+
 const LENGTHS: [usize; 8] = [5, 0, 1, 130, 64, 16, 333, 48];
 
 #[test]
 fn every_dtype_and_form() -> Result<()> {
-    use DType::{BF16, F16, F32};
     for device in devices() {
-        for (dtype, pool) in [
-            (F32, F32),
-            (F16, F16),
-            (BF16, BF16),
-            (F32, F16),
-            (F32, BF16),
-            (BF16, F16),
-            (F16, F32),
-        ] {
+        for (dtype, pool) in DTYPES {
             for form in FORMS {
                 for queries in [1, 3] {
                     let case = Case {

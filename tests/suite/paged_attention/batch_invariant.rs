@@ -1,6 +1,6 @@
 //! With batch invariance a query's result is the same bits whatever else is in its step.
 
-use super::{CASE, Case, LENGTHS};
+use super::{CASE, Case, DTYPES, LENGTHS};
 use crate::pages::{FORMS, pool, quantized, rows, table, there};
 use crate::support::{devices, randn, values};
 use candle_core::{DType, Device, Result, Tensor};
@@ -168,17 +168,8 @@ impl Batch {
 
 #[test]
 fn every_dtype_and_form() -> Result<()> {
-    use DType::{BF16, F16, F32};
     for device in devices() {
-        for (dtype, pool) in [
-            (F32, F32),
-            (F16, F16),
-            (BF16, BF16),
-            (F32, F16),
-            (F32, BF16),
-            (BF16, F16),
-            (F16, F32),
-        ] {
+        for (dtype, pool) in DTYPES {
             for form in FORMS {
                 let case = Case {
                     dtype,
