@@ -114,7 +114,8 @@ __device__ __forceinline__ PagedKeys keys_of(const PagedAttentionParams& p, cons
   return keys;
 }
 
-// The results of a stretch with all keys, from what the warp has left in `partial`.
+// The results of a stretch with all keys, from what the warp has left in `partial`. Sums are 0, not -0, as where splits
+// are merged.
 __device__ __forceinline__ void write_results(const PagedAttentionParams& p, const Stretch& s, const PagedRows& rows,
                                               const PagedPartial& partial, int head_dim) {
   __syncwarp();
@@ -124,7 +125,7 @@ __device__ __forceinline__ void write_results(const PagedAttentionParams& p, con
     const uint64_t at = result_at(p, s, rows, r, head_dim);
 #pragma unroll 1
     for (int d = threadIdx.x % WARP; d < head_dim; d += WARP)
-      write(p.y, p.dtype, at + d, partial.sums[r * partial.stride + d] * by);
+      write(p.y, p.dtype, at + d, (partial.sums[r * partial.stride + d] + 0.f) * by);
   }
 }
 
@@ -151,21 +152,20 @@ __device__ __forceinline__ void paged_warp(const PagedAttentionParams& p, const 
     const PagedRows rows(p, s.part, Core::ROWS);
     core.start(queries.visible);
     core.run(keys_of(p, s, head_dim), keys_of(p, upcoming, head_dim), queries, rows.count);
-    if constexpr (Core::FIXED) {
-      store_split(p, core, s, rows, head_dim);
-    } else {
-      bool written = false;
-      if constexpr (Core::DIM != 0) {
-        written = p.packs && s.whole();
-        if (written) core.finish(p.y, p.dtype, [&](int r) { return result_at(p, s, rows, r, head_dim); }, rows.count);
-      }
-      if (!written) {
-        // The second is free until the last stretch.
-        const int record = 2 * warp + (ended > 0 || s.whole());
-        core.store(shared.partial(record), rows.count, head_dim);
-        if (s.whole()) write_results(p, s, rows, shared.partial(record), head_dim);
-        else if (threadIdx.x % WARP == 0) records[record] = {s, true};
-      }
+    bool written = false;
+    if constexpr (Core::DIM != 0) {
+      written = p.packs && s.whole();
+      if (written) core.finish(p.y, p.dtype, [&](int r) { return result_at(p, s, rows, r, head_dim); }, rows.count);
+    }
+    if (!written) {
+      // The second is free until the last stretch.
+      const int record = 2 * warp + (ended > 0 || s.whole());
+      PagedPartial partial;
+      if constexpr (Core::FIXED) partial = split_partial(p, s, rows, head_dim);
+      else partial = shared.partial(record);
+      core.store(partial, rows.count, head_dim);
+      if (s.whole()) write_results(p, s, rows, partial, head_dim);
+      else if (!Core::FIXED && threadIdx.x % WARP == 0) records[record] = {s, true};
     }
     if (!more) return;
     s = upcoming;

@@ -3,8 +3,8 @@
 //
 // Work is counted in units of a tile's keys of one part (rows of queries) of one key/value head of one sequence, and one
 // more unit in front of each head, without keys, for the time that a warp takes to begin with another head. Units are
-// in order of sequence, head, part, key. Where splits have a fixed size (paged_fixed_split.cuh), a unit is a split, and
-// none is in front.
+// in order of sequence, head, part, key. Where splits have a fixed size (paged_fixed_split.cuh), a unit has PAGED_UNIT
+// keys, the unit without keys is in front of each split, and a warp has the splits that begin in its share.
 #pragma once
 
 #include "abi/paged.cuh"
@@ -29,8 +29,24 @@ struct Sequence {
       : Sequence(p, b, TableEntry::read(p.pages, p.lengths, b)) {}
 
   template <class Core> __device__ uint32_t units() const {
-    if constexpr (Core::FIXED) return (length + PAGED_SPLIT - 1) / PAGED_SPLIT - first / PAGED_SPLIT;
+    if constexpr (Core::FIXED) return length ? unit_of(length - 1) + 2 - unit_of(first) : 0;
     else return 1 + (length - first + Core::KEYS - 1) / Core::KEYS;
+  }
+
+  // Of a fixed size, from the one with the first key that is seen.
+  __device__ uint32_t splits() const { return (length + PAGED_SPLIT - 1) / PAGED_SPLIT - first / PAGED_SPLIT; }
+  // The unit in front of the one that has a key, counted from the sequence's first token; of the first key that is seen,
+  // where the first split begins.
+  __device__ static uint32_t unit_of(uint32_t key) {
+    return key / PAGED_SPLIT * PAGED_SPLIT_UNITS + key % PAGED_SPLIT / PAGED_UNIT;
+  }
+  // Units of a head in front of a split. The first split has none for keys that are not seen.
+  __device__ uint32_t units_before(uint32_t split) const {
+    return split ? split * PAGED_SPLIT_UNITS - first % PAGED_SPLIT / PAGED_UNIT : 0;
+  }
+  // The first split that begins with unit `unit` of a head or behind it, if there are so many.
+  __device__ uint32_t split_from(uint32_t unit) const {
+    return unit ? (unit + first % PAGED_SPLIT / PAGED_UNIT + PAGED_SPLIT_UNITS - 1) / PAGED_SPLIT_UNITS : 0;
   }
 };
 
@@ -99,7 +115,7 @@ __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, u
   __syncthreads();
   const uint32_t in_warps = warp_scan(lane < warps ? sums[lane] : 0);
   const uint32_t total = __shfl_sync(FULL, in_warps, WARP - 1) * heads;
-  // Splits of a fixed size are so much work that each may have a block of its own.
+  // A split of a fixed size is so much work that it may have a block of its own.
   const Share share(total, Core::FIXED ? 1 : warps);
   const uint32_t unit = share.begin_of(warp, warps) / heads;
   // The thread whose sequences have the unit. Where ranges of a table overlap until 32 bits do not count the units,
@@ -126,7 +142,7 @@ struct Stretch {
   uint32_t length;        // of the sequence
   uint32_t b, kv, part;
   uint32_t from, to;      // keys
-  uint32_t first, last;   // units of the part with keys; of a head without keys the one in front
+  uint32_t first, last;   // units of the part with keys; of a head without keys the one in front; or splits of a fixed size
   uint32_t begin, end;    // those of the stretch
 
   __device__ bool whole() const { return begin == first && end == last + 1; }

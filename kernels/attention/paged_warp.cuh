@@ -328,13 +328,16 @@ template <typename C, int D, int W, int SUB, int ROWS_, bool FIXED_ = false> str
     }
   }
 
+  // With splits of a fixed size 0 instead of -0, as where these are merged.
+  __device__ static float result(float sum, float by) { return FIXED ? (sum + 0.f) * by : sum * by; }
+
   // The first or second of the rows whose values this thread has: eight neighbours in each 64 dimensions.
   template <int SECOND> __device__ void finish_row(void* results, int dtype, uint64_t at, int h, float by) {
     constexpr int WHOLE = D / 64 * 4;
     uint32_t words[STEPS];
 #pragma unroll
     for (int r = 0; r < STEPS; ++r) {
-      const float low = o[h][r][SECOND] * by, high = o[h][r][2 + SECOND] * by;
+      const float low = result(o[h][r][SECOND], by), high = result(o[h][r][2 + SECOND], by);
       words[r] = CODES && dtype == BF16 ? pack2<__nv_bfloat16>(low, high) : pack2<Operand>(low, high);
     }
     uint16_t* y = static_cast<uint16_t*>(results) + at;

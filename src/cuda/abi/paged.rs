@@ -51,7 +51,8 @@ abi! {
         /// What blocks leave of the first and the last part of their share, where others have more of it:
         /// `[blocks, 2, rows of a warp, head_dim]`, and `[blocks, 2, rows of a warp]`. With splits of a fixed size, the sums
         /// of each split, not divided yet, and the maxima that they are relative to: `[splits of all sequences, kv_heads,
-        /// rows of a key/value head, head_dim]`, and the same without `head_dim`.
+        /// rows of a key/value head, head_dim]`, and the same without `head_dim`. A sequence with one split need not leave
+        /// anything.
         means: Mut<f32>,
         tops: Mut<f32>,
         /// `[sequences, kv_heads, parts]`, zero between launches; not with splits of a fixed size.
@@ -78,6 +79,15 @@ abi! {
 
     /// Keys of a split where its size is fixed: splits begin at multiples of it, whatever the sequence's length is.
     const PAGED_SPLIT: Count<u32> = 128;
+    /// A warp's share of the work is counted in units of so many keys, and one more in front of each split. Counted in splits,
+    /// many short sequences, each in a split that is not full, would be as much as long ones.
+    const PAGED_UNIT: Count<u32> = 16;
+    /// Units of a split.
+    const PAGED_SPLIT_UNITS: Count<u32> = 1 + PAGED_SPLIT / PAGED_UNIT;
+
+    /// Outputs of a row for which a warp merges splits, and blocks that do so on a multiprocessor at once.
+    const PAGED_MERGED: Count<u32> = 64;
+    const PAGED_MERGE_BLOCKS: Count<i32> = 4;
 
     /// Warps of a block of the kernels below at most: fewer where shared memory has no room for their partial results.
     /// A multiprocessor has one block of so many.

@@ -2,8 +2,8 @@
 
 use super::problem::{Call, Case};
 use crate::cuda::abi::{
-    PAGED_CODES, PAGED_MMA, PAGED_PLAIN, PAGED_PLAIN_KEYS, PAGED_SPLIT, PAGED_WARPS, PagedCodes,
-    PagedMma, PagedPlain, WARP,
+    PAGED_CODES, PAGED_MERGE_BLOCKS, PAGED_MERGED, PAGED_MMA, PAGED_PLAIN, PAGED_PLAIN_KEYS,
+    PAGED_SPLIT, PAGED_SPLIT_UNITS, PAGED_WARPS, PagedCodes, PagedMma, PagedPlain, WARP,
 };
 use crate::cuda::{Grid, Launcher, Module, UNALIGNED, fatbin};
 use crate::ops::flash_attention::cuda::{Kernel, Planned};
@@ -131,7 +131,7 @@ struct Paged {
     module: &'static Module,
     index: usize,
     rows: usize,
-    /// Keys of a unit of work.
+    /// Keys of a unit of work, or of a split.
     keys: usize,
     /// Warps that are needed for all rows of a key/value head.
     parts: usize,
@@ -223,6 +223,34 @@ fn shared_memory(case: &Case, warps: usize, rows: usize, queries: usize) -> usiz
     warps * (queries + 4 * 3 * rows + records.max(WARP * OF_THREAD))
 }
 
+/// Units of work, at most: a sequence may have a page that is not full, and has a unit in front of its keys. With splits
+/// of a fixed size it may begin or end within one.
+fn units(case: &Case, keys: usize, parts: usize) -> std::result::Result<usize, &'static str> {
+    let (keys, units) = match case.batch_invariant {
+        true => (PAGED_SPLIT, PAGED_SPLIT_UNITS),
+        false => (keys, 1),
+    };
+    let in_all = (case.pages * case.sizes.page).div_ceil(keys) + 2 * case.sequences;
+    let in_all = in_all.saturating_mul(units * case.sizes.kv_heads * parts);
+    match u32::try_from(in_all) {
+        Ok(_) => Ok(in_all),
+        Err(_) => Err("the table has more keys than the kernel counts"),
+    }
+}
+
+/// Of the launch that merges splits: a warp for each part of a row. Only the GPU knows which rows have so many splits that
+/// all warps of a block work on one part after the other, so as long as all blocks run at once, parts do not share one.
+pub(super) fn merge(case: &Case) -> std::result::Result<Grid, &'static str> {
+    let rows = case.sequences * case.queries * case.heads;
+    let parts = rows * case.sizes.dim.div_ceil(PAGED_MERGED);
+    if i32::try_from(parts).is_err() {
+        return Err("there are more queries than the kernel that merges splits counts");
+    }
+    let at_once = parts.min(PAGED_MERGE_BLOCKS * case.gpu.sms as usize);
+    let blocks = parts.div_ceil(PAGED_WARPS).max(at_once);
+    Ok(Grid::line(blocks as u32, (WARP * PAGED_WARPS) as u32))
+}
+
 impl Paged {
     /// `queries`: bytes of shared memory that hold those of a warp.
     fn plan(
@@ -238,25 +266,15 @@ impl Paged {
             return Err("the rows of a block's warps do not fit into shared memory");
         };
         let parts = case.rows().div_ceil(rows);
-        let keys = match case.batch_invariant {
-            true => PAGED_SPLIT,
-            false => keys,
-        };
-        // A sequence may have a page that is not full, and has a unit in front of its keys.
-        let units = (case.pages * case.sizes.page).div_ceil(keys) + 2 * case.sequences;
-        let units = units.saturating_mul(case.sizes.kv_heads * parts);
-        if u32::try_from(units).is_err() {
-            return Err("the table has more keys than the kernel counts");
-        }
+        let units = units(case, keys, parts)?;
         let mut at_once = (1..=PAGED_WARPS / warps).rev();
         let at_once = at_once.find(|blocks| fits(&warps, *blocks)).unwrap_or(1);
         let blocks = (case.gpu.sms as usize * at_once).min(units) as u32;
         let threads = (WARP * warps) as u32;
-        let results = case.sequences * case.queries * case.heads;
-        let Ok(results) = u32::try_from(results) else {
-            return Err("there are more queries than blocks of a launch");
+        let (keys, merge) = match case.batch_invariant {
+            true => (PAGED_SPLIT, Some(merge(case)?)),
+            false => (keys, None),
         };
-        let merge = Grid::line(results, (WARP * PAGED_WARPS) as u32);
         Ok(Box::new(Self {
             module,
             index,
@@ -264,7 +282,7 @@ impl Paged {
             keys,
             parts,
             grid: Grid::new([blocks, 1, 1], threads, shared(&warps) as u32),
-            merge: case.batch_invariant.then_some(merge),
+            merge,
         }))
     }
 }

@@ -169,6 +169,25 @@ fn batch_invariant_plans_differ_in_grids_alone() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn few_rows_are_merged_by_a_block_each() -> Result<()> {
+    let of = |sequences, dim| {
+        let case = Case {
+            sequences,
+            batch_invariant: true,
+            ..case([DType::F16; 2], [32, 8], dim, 1)
+        };
+        kernels::merge(&case).map(|grid| grid.blocks)
+    };
+    assert_eq!(of(1, 64), Ok([32, 1, 1]));
+    assert_eq!(of(2, 80), Ok([128, 1, 1]));
+    assert_eq!(of(16, 128), Ok([4 * 132, 1, 1]));
+    assert_eq!(of(256, 64), Ok([1024, 1, 1]));
+    assert_eq!(of(257, 256), Ok([4112, 1, 1]));
+    of(1 << 26, 64).expect_err("2^31 rows");
+    Ok(())
+}
+
 /// Each sequence has room for the splits of its keys, in the place where the kernel puts them.
 #[test]
 fn there_is_room_for_every_split() {
