@@ -291,6 +291,70 @@ fn windows_softcap_slopes_and_shared_pages() -> Result<()> {
     Ok(())
 }
 
+/// Queries that see 0, 1, 2, 8, 9 and 130 splits of 128 keys: with one the first launch writes the result, up to 8 are
+/// merged by one warp, more by a block, which goes through more than 128 in turns.
+const SPLITS: [usize; 9] = [128, 0, 1025, 3, 129, 16600, 1024, 256, 130];
+
+#[test]
+fn every_number_of_splits() -> Result<()> {
+    for device in devices() {
+        for (dtype, pool, dim) in [
+            (DType::F32, DType::F32, 64),
+            (DType::F16, DType::F16, 72),
+            (DType::BF16, DType::BF16, 128),
+            (DType::F32, DType::F16, 80),
+            (DType::F16, DType::F16, 256),
+        ] {
+            for queries in [1, 4] {
+                let case = Case {
+                    dtype,
+                    pool,
+                    dim,
+                    queries,
+                    form: FORMS[dim / 8 % 4],
+                    ..INVARIANT
+                };
+                Batch::new(case, &SPLITS)?.check(&device)?;
+                case.check(&device, &SPLITS)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// So many rows that on a GPU each block merges those of several sequences.
+#[test]
+fn many_sequences() -> Result<()> {
+    let lengths: Vec<_> = (0..300)
+        .map(|b| [1, 1025, 129, 300, 0, 1024, 40, 128][b % 8])
+        .collect();
+    for device in devices() {
+        for (dtype, dim) in [(DType::F32, 64), (DType::BF16, 64), (DType::F16, 128)] {
+            let case = Case {
+                heads: 24,
+                kv_heads: 1,
+                dim,
+                dtype,
+                pool: dtype,
+                form: FORMS[dim / 64 % 4],
+                ..INVARIANT
+            };
+            let batch = Batch::new(case, &lengths)?;
+            let expected = batch.whole(&device)?;
+            // Sequences of all lengths.
+            for (b, expected) in expected.iter().enumerate().step_by(13) {
+                let alone = batch.step(&device, &[(b, 0, 1)])?;
+                assert!(
+                    alone[0] == *expected,
+                    "{case:?} on {device:?}: sequence {b}"
+                );
+            }
+            case.check(&device, &lengths)?;
+        }
+    }
+    Ok(())
+}
+
 /// Pages in front of the window are not read: they may be gone, or other sequences' by now.
 #[test]
 fn pages_before_a_window_are_not_read() -> Result<()> {
