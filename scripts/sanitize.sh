@@ -5,7 +5,8 @@
 #   scripts/sanitize.sh memcheck|racecheck|initcheck|synccheck [SECONDS] [TEST...]
 #
 # SECONDS (120) are a test's; TEST are beginnings of names, by default those of every op. SUITE is a
-# suite that has been built already; without it cargo builds one.
+# suite that has been built already; without it cargo builds one. racecheck takes up to some 80 GB of
+# the host's memory for a test, so give it one test at a time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tool="${1:?memcheck, racecheck, initcheck or synccheck}"
@@ -47,6 +48,9 @@ for name in "${names[@]}"; do
       124) summary="did not end in ${seconds} s" failed=1 ;;
       *)
         failed=1
+        if grep -aq 'Target application returned an error' "$said"; then
+          summary="the test failed or was killed; $summary"
+        fi
         [ -n "$summary" ] || summary="$(grep -av '^$' "$said" | tail -n 1)"
         ;;
     esac

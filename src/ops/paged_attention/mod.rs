@@ -94,9 +94,8 @@ impl Default for PagedAttention {
 /// On CUDA the price is a second launch, which merges the splits, and memory that their partial results go through:
 /// `T Hq (D + 2)` floats for each split of as many tokens as the table has entries for, or as a window reaches. Warps take
 /// whole splits, which share less evenly than single tiles, and 8 queries at most, never 16. On an H200 the op takes 1.0 to
-/// 1.5 times as long for 1 and 16 sequences with 64 and 256 MB of keys and values, and 1.8 to 2.7 times for 256 sequences
-/// of very different lengths. On the CPU, where other sequences have no influence anyway, each of the T queries reads the
-/// keys by itself.
+/// 1.4 times as long, with 64 and 256 MB of keys and values of 1, 16 and 256 sequences of very different lengths. On the
+/// CPU, where other sequences have no influence anyway, each of the T queries reads the keys by itself.
 ///
 /// Sources: PagedAttention (Kwon et al. 2023); Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023); Stream-K (Osama,
 /// Merrill, Cecka, Garland, Owens, 2023); FlashInfer (Ye et al. 2025), whose fixed split size this is, and "Defeating

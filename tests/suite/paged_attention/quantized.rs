@@ -57,9 +57,18 @@ fn every_head_size_and_grouping() -> Result<()> {
 }
 
 #[test]
-fn every_number_of_queries_and_page_size() -> Result<()> {
+fn few_queries_and_every_page_size() -> Result<()> {
+    every_page_size([1, 2, 5])
+}
+
+#[test]
+fn many_queries_and_every_page_size() -> Result<()> {
+    every_page_size([8, 15, 16])
+}
+
+fn every_page_size(of_sequence: [usize; 3]) -> Result<()> {
     for device in devices() {
-        for queries in [1, 2, 5, 8, 16] {
+        for queries in of_sequence {
             for page in [1, 8, 16, 20, 128] {
                 for (dtype, format) in [(DType::BF16, Fp8), (DType::F16, Int8), (DType::F32, Int8)]
                 {
