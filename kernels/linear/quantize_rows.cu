@@ -11,10 +11,15 @@
 //
 // `quantize_rows_e4m3` writes 8-bit floats, a scale of max |v| / 448 for each 128 values (as in DeepSeek-V3, 2024), in
 // the order of formats/packed.cuh: the width is a multiple of 128, all addresses are aligned. From sm_89 on.
+//
+// `quantize_rows_int16` writes 16-bit whole numbers in two int8 parts, with a power of two for each 128 values
+// (formats/int16_blocks.cuh). The width is a multiple of 128, too.
+#include "abi/w8a16.cuh"
 #include "common/rows.cuh"
+#include "formats/int16_blocks.cuh"
 #include "formats/int8_rows.cuh"
 #include "formats/packed.cuh"
-#include "linear/prologue.cuh"
+#include "linear/stage_x_wna16.cuh"
 
 using namespace fused;
 
@@ -35,7 +40,7 @@ template <typename T, int N> __device__ __forceinline__ void store_values(T* to,
 }
 
 // What a row becomes.
-enum Form { TO_INT8, TO_INT8_AND_BACK, TO_E4M3 };
+enum Form { TO_INT8, TO_INT8_AND_BACK, TO_E4M3, TO_INT16 };
 
 constexpr float MAX_E4M3 = 448.f;
 
@@ -48,8 +53,8 @@ __device__ __forceinline__ uint32_t e4m3_pair(float a, float b) {
   return pair;
 }
 
-// N values of a row, among 128 that a part of a warp has and that share a scale. Gives the scale.
-template <typename T, int N> __device__ __forceinline__ float store_e4m3(int8_t* to, const Pack<T, N>& v) {
+// The bits of the largest magnitude of 128 values, of which a part of a warp has N each.
+template <typename T, int N> __device__ __forceinline__ uint32_t largest_of_k_block(const Pack<T, N>& v) {
   constexpr int LANES = K_BLOCK / N;
   const uint32_t lanes = LANES == WARP ? FULL : ((1u << LANES) - 1) << (threadIdx.x % WARP / LANES * LANES);
   MaxMagnitude<T, N> most;
@@ -57,7 +62,12 @@ template <typename T, int N> __device__ __forceinline__ float store_e4m3(int8_t*
   uint32_t bits = most.widened();
 #pragma unroll
   for (int offset = LANES / 2; offset > 0; offset /= 2) bits = max(bits, __shfl_xor_sync(lanes, bits, offset));
-  const float largest = __uint_as_float(bits);
+  return bits;
+}
+
+// N values of a row, among 128 that a part of a warp has and that share a scale. Gives the scale.
+template <typename T, int N> __device__ __forceinline__ float store_e4m3(int8_t* to, const Pack<T, N>& v) {
+  const float largest = __uint_as_float(largest_of_k_block<T, N>(v));
   const bool zeros = largest < MIN_MAGNITUDE;
   const float inverse = zeros ? 0.f : MAX_E4M3 / largest;
   Pack<uint32_t, N / 4> words;
@@ -70,6 +80,48 @@ template <typename T, int N> __device__ __forceinline__ float store_e4m3(int8_t*
   }
   store(reinterpret_cast<uint32_t*>(to), words);
   return zeros ? 0.f : largest / MAX_E4M3;
+}
+
+// The same of 16-bit whole numbers: upper parts, and lower ones `pitch` bytes behind.
+template <typename T, int N>
+__device__ __forceinline__ float store_int16(int8_t* to, uint32_t pitch, const Pack<T, N>& v) {
+  const KBlockScale by(largest_of_k_block<T, N>(v));
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    Pack<uint32_t, N / 4> words;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      uint32_t whole[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) whole[c] = __float_as_uint(fmaf(to_float(v.v[4 * i + c]), by.inverse, 12582912.f));
+      words.v[i] = bytes_of(whole, part);
+    }
+    store(reinterpret_cast<uint32_t*>(to + part * pitch), words);
+  }
+  return by.scale;
+}
+
+// Where the scale of a row lies among those of a K block.
+__device__ __forceinline__ uint32_t int16_scale_place(uint32_t row) {
+  const uint32_t in_unit = row % W8A16_UNIT;
+  return row - in_unit + in_unit % 4 * (W8A16_UNIT / 4) + in_unit / 4;
+}
+
+// Values from `at * N` on of a row, and their scale.
+template <typename T, int N, Form FORM>
+__device__ __forceinline__ void store_of_k_block(const QuantizeRowsParams& p, int8_t* codes, uint32_t row, uint32_t at,
+                                                 const Pack<T, N>& v) {
+  constexpr uint32_t LANES = K_BLOCK / N, UNIT = W8A16_UNIT;
+  float scale;
+  uint64_t place = at / LANES;
+  if constexpr (FORM == TO_E4M3) {
+    scale = store_e4m3(codes + at * N, v);
+    place = place * p.rows + row;
+  } else {
+    scale = store_int16(codes + at * N, p.pitch, v);
+    place = place * ((p.rows + UNIT - 1) / UNIT * UNIT) + int16_scale_place(row);
+  }
+  if (at % LANES == 0) p.scales[place] = scale;
 }
 
 // The largest over the row, in each of its threads. `scratch` as for RowGroup::sum.
@@ -116,7 +168,7 @@ template <typename T, int N, Form FORM> __device__ __forceinline__ void quantize
   pdl_launch();
   if (g.row >= p.rows) return;
   const T* in = static_cast<const T*>(p.prologue.x) + g.row * p.width;
-  int8_t* codes = p.codes + g.row * p.pitch * (BACK ? sizeof(T) : 1);
+  int8_t* codes = p.codes + g.row * p.pitch * (BACK ? sizeof(T) : FORM == TO_INT16 ? 2 : 1);
   Pack<T, N> x[K];
 
   // Calls `take` for all of the thread's packs; what it leaves in those that are kept stays.
@@ -153,12 +205,10 @@ template <typename T, int N, Form FORM> __device__ __forceinline__ void quantize
     mean = centred.mean, factor = centred.factor;
   }
   const auto normalise = [&](Pack<T, N>& v, uint32_t at) { normalise_pack(p.prologue, mean, factor, v, at); };
-  if constexpr (FORM == TO_E4M3) {
-    constexpr uint32_t LANES = K_BLOCK / N;
+  if constexpr (FORM == TO_E4M3 || FORM == TO_INT16) {
     each_pack([&](Pack<T, N>& v, uint32_t at, bool) {
       normalise(v, at);
-      const float scale = store_e4m3(codes + at * N, v);
-      if (at % LANES == 0) p.scales[uint64_t(at / LANES) * p.rows + g.row] = scale;
+      store_of_k_block<T, N, FORM>(p, codes, g.row, at, v);
     });
     return;
   }
@@ -200,6 +250,11 @@ template <typename T> __device__ __forceinline__ void e4m3(const QuantizeRowsPar
   quantize_row<T, VEC<T>, TO_E4M3>(p);
 }
 
+template <typename T> __device__ __forceinline__ void int16(const QuantizeRowsParams& p) {
+  quantize_row<T, VEC<T>, TO_INT16>(p);
+}
+
 FUSED_ENTRIES(quantize_rows, MAX_WARPS * WARP, QuantizeRowsParams, quantize)
 FUSED_ENTRIES(quantize_rows_e4m3, MAX_WARPS * WARP, QuantizeRowsParams, e4m3)
 FUSED_ENTRIES(quantize_rows_back, MAX_WARPS * WARP, QuantizeRowsParams, back)
+FUSED_ENTRIES(quantize_rows_int16, MAX_WARPS * WARP, QuantizeRowsParams, int16)

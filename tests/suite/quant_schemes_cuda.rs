@@ -8,6 +8,7 @@ mod latency_forms;
 mod matrices;
 mod not_finite;
 mod subjects;
+mod w8a16;
 
 use crate::linear::ACTIVATIONS;
 use crate::support::{architecture, devices, randn, randn_on, widest_error};

@@ -222,6 +222,7 @@ mod linear;
 mod paged;
 mod pointwise;
 mod quantize_weights;
+mod w8a16;
 
 use attention::*;
 use common::*;
@@ -230,6 +231,7 @@ use linear::*;
 use paged::*;
 use pointwise::*;
 use quantize_weights::*;
+use w8a16::*;
 
 /// Writes `abi/<room>.cuh` and `abi/layout.rs` into `out`.
 pub fn write(out: &Path) -> Result<(), String> {
@@ -252,6 +254,7 @@ pub fn write(out: &Path) -> Result<(), String> {
             &["common"],
             quantize_weights::described(),
         ),
+        ("w8a16", &["linear"], w8a16::described()),
     ] {
         put(&format!("{room}.cuh"), &header(room, reaches, &items))?;
         layout.extend(items.iter().map(Item::rust_asserts));

@@ -312,12 +312,12 @@ abi! {
         count: u64,
     }
 
-    /// Rows of x to int8, with a scale for each, or to e4m3.
+    /// Rows of x to int8, with a scale for each, to e4m3, or to 16-bit whole numbers.
     struct QuantizeRowsParams {
         prologue: Prologue,
-        /// `[rows, pitch]`, with zeros past the width.
+        /// `[rows, pitch]`, with zeros past the width; of 16 bits `[rows, 2, pitch]`, upper and lower parts.
         codes: Mut<i8>,
-        /// `[rows]`, or `[width / 128][rows]`, of e4m3.
+        /// `[rows]`, or `[width / 128][rows]`, of e4m3; of 16 bits rows as `W8A16_UNIT` has them, as many as fill units.
         scales: Mut<f32>,
         rows: u32,
         width: u32,

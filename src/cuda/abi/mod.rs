@@ -96,6 +96,7 @@ mod linear;
 mod paged;
 mod pointwise;
 mod quantize_weights;
+mod w8a16;
 
 pub(crate) use attention::*;
 pub(crate) use common::*;
@@ -104,6 +105,7 @@ pub(crate) use linear::*;
 pub(crate) use paged::*;
 pub(crate) use pointwise::*;
 pub(crate) use quantize_weights::*;
+pub(crate) use w8a16::*;
 
 /// Size and offsets as the build script found them and the kernels have asserted them.
 mod layout {

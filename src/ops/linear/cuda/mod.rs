@@ -1,6 +1,7 @@
 //! The CUDA form. A [`Product`] is made of operands ([`problem`]): the table ([`table`]) chooses a kernel, whose host
 //! file in [`kernels`] works out a [`plan`] and launches it.
 
+mod common_rules;
 mod dispatch;
 mod kernels;
 mod owned;

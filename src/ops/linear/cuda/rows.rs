@@ -1,6 +1,6 @@
 //! The numbers of rows of x (M) that rules of the table take, by the dtype of x.
 
-use super::kernels::{gemm_wna16_latency, gemv_dense_latency, gemv_ternary_latency};
+use super::kernels::{gemm_w8a16, gemm_wna16_latency, gemv_dense_latency, gemv_ternary_latency};
 use super::rule::Rows;
 use candle_core::DType;
 
@@ -36,6 +36,13 @@ pub(super) const WNA16_SKINNY: &[Rows] = &[(BF16, [2, 32]), (F32, [2, 32]), (F16
 
 /// M from which on x is quantized for INT8 weights, as measured on an H100.
 pub(super) const W8A8: [usize; 2] = [64, MAX];
+
+/// M of the kernel for INT8 weights and x in 16-bit whole numbers.
+pub(super) const W8A16: &[Rows] = &[
+    (F32, [17, gemm_w8a16::MAX_M]),
+    (F16, [17, gemm_w8a16::MAX_M]),
+    (BF16, [17, gemm_w8a16::MAX_M]),
+];
 
 /// M of the kernel for some tens of rows, which reads weights anew for every 32. On Hopper its plan says for which products.
 pub(super) const WNA16_MMA: &[Rows] = &[(BF16, [2, 64]), (F32, [2, 64]), (F16, [2, 32])];

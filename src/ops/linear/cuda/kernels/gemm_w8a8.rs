@@ -21,6 +21,25 @@ const OP: &str = "quant_linear";
 /// Dtypes that there are kernels for.
 const DTYPES: usize = 3;
 
+/// What a kernel of [`QUANTIZE`] makes of rows, by its place among them.
+#[derive(Clone, Copy)]
+pub(super) enum QuantizedAs {
+    /// Int8, with a scale for each row.
+    Int8 = 0,
+    /// Rounded to int8, in x's dtype.
+    Rounded = 1,
+    /// E4m3, with a scale for each 128 values.
+    E4m3 = 2,
+    /// 16-bit whole numbers in two int8 parts, with a power of two for each 128 values.
+    Int16 = 3,
+}
+
+impl QuantizedAs {
+    fn kernel(self, dtype: DType) -> usize {
+        self as usize * DTYPES + dtype_index(dtype)
+    }
+}
+
 /// Tiles of x's rows whose codes stay in the L2 cache while the weights go by.
 const SECTION: usize = 16;
 
@@ -38,6 +57,9 @@ static QUANTIZE: Module = Module::new(
         "quantize_rows_e4m3_f32",
         "quantize_rows_e4m3_f16",
         "quantize_rows_e4m3_bf16",
+        "quantize_rows_int16_f32",
+        "quantize_rows_int16_f16",
+        "quantize_rows_int16_bf16",
     ],
 )
 .with_all_shared_memory();
@@ -313,7 +335,11 @@ impl Kernel for TwoLaunches {
         // SAFETY: the caller's; the scratch has room for the values and scales of all rows, the structs are
         // those of the kernels, and weights are as `kernels/formats/packed.cuh` says.
         unsafe {
-            quantize(launcher, at, pitch, [x, scales], self.by)?;
+            let form = match self.by.is_fp8() {
+                true => QuantizedAs::E4m3,
+                false => QuantizedAs::Int8,
+            };
+            quantize(launcher, at, pitch, [x, scales], form)?;
             match self.by {
                 By::Warps | By::WarpsFp8 => {
                     next.run(self.by.module(), self.index, self.grid, &params)
@@ -331,22 +357,21 @@ impl Kernel for TwoLaunches {
     }
 }
 
-/// Makes int8, or e4m3, of the rows at `at`, after its norm.
+/// Makes codes of the rows at `at`, after its norm.
 ///
 /// # Safety
-/// There is room for the codes of m rows, `pitch` bytes apart, and for their scales; the rest is the
-/// caller's of [`Kernel::run`]. For e4m3 rows divide by 128 and everything is aligned to 16 bytes.
-unsafe fn quantize(
+/// There is room for the codes of m rows, `pitch` bytes apart (twice as many of 16 bits), and for their scales; the rest is
+/// the caller's of [`Kernel::run`]. For e4m3 and 16 bits rows divide by 128 and everything is aligned to 16 bytes.
+pub(super) unsafe fn quantize(
     launcher: &Launcher,
     at: &ProductAt,
     pitch: usize,
     [codes, scales]: [Address; 2],
-    by: By,
+    form: QuantizedAs,
 ) -> Result<()> {
     let (rows, params) = params(at, pitch, codes, scales)?;
     let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + pitch);
-    let first = if by.is_fp8() { 2 * DTYPES } else { 0 };
-    let kernel = first + dtype_index(at.x_dtype);
+    let kernel = form.kernel(at.x_dtype);
     // SAFETY: the kernel takes `QuantizeRowsParams`; the addresses are the caller's.
     unsafe {
         launcher
@@ -372,7 +397,7 @@ pub(crate) unsafe fn rounded_rows(
     let out = scratch.take(OP, at.x_dtype, values)?;
     let (rows, params) = params(at, at.k, out, 0)?;
     let bytes = 2 * values * at.x_dtype.size_in_bytes();
-    let kernel = DTYPES + dtype_index(at.x_dtype);
+    let kernel = QuantizedAs::Rounded.kernel(at.x_dtype);
     // SAFETY: as in `quantize`; the scratch has room for all rows.
     unsafe {
         let launcher = launcher.moving(bytes as u64);

@@ -14,6 +14,7 @@ pub(super) mod gemm_dense_sm90;
 #[cfg(test)]
 mod gemm_dense_sm90_tests;
 pub(super) mod gemm_dequantized;
+pub(super) mod gemm_w8a16;
 pub(super) mod gemm_w8a8;
 pub(super) mod gemm_w8a8_cluster;
 mod gemm_wna16;
