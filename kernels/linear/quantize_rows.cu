@@ -107,21 +107,13 @@ __device__ __forceinline__ uint32_t int16_scale_place(uint32_t row) {
   return row - in_unit + in_unit % 4 * (W8A16_UNIT / 4) + in_unit / 4;
 }
 
-// Values from `at * N` on of a row, and their scale.
+// Either.
 template <typename T, int N, Form FORM>
-__device__ __forceinline__ void store_of_k_block(const QuantizeRowsParams& p, int8_t* codes, uint32_t row, uint32_t at,
-                                                 const Pack<T, N>& v) {
-  constexpr uint32_t LANES = K_BLOCK / N, UNIT = W8A16_UNIT;
-  float scale;
-  uint64_t place = at / LANES;
-  if constexpr (FORM == TO_E4M3) {
-    scale = store_e4m3(codes + at * N, v);
-    place = place * p.rows + row;
-  } else {
-    scale = store_int16(codes + at * N, p.pitch, v);
-    place = place * ((p.rows + UNIT - 1) / UNIT * UNIT) + int16_scale_place(row);
-  }
-  if (at % LANES == 0) p.scales[place] = scale;
+__device__ __forceinline__ float store_scaled(int8_t* to, uint32_t pitch, const Pack<T, N>& v) {
+  if constexpr (FORM == TO_E4M3)
+    return store_e4m3(to, v);
+  else
+    return store_int16(to, pitch, v);
 }
 
 // The largest over the row, in each of its threads. `scratch` as for RowGroup::sum.
@@ -206,9 +198,13 @@ template <typename T, int N, Form FORM> __device__ __forceinline__ void quantize
   }
   const auto normalise = [&](Pack<T, N>& v, uint32_t at) { normalise_pack(p.prologue, mean, factor, v, at); };
   if constexpr (FORM == TO_E4M3 || FORM == TO_INT16) {
+    constexpr uint32_t LANES = K_BLOCK / N, UNIT = W8A16_UNIT;
+    const uint32_t of_k_block = FORM == TO_E4M3 ? p.rows : (p.rows + UNIT - 1) / UNIT * UNIT;
+    const uint32_t place = FORM == TO_E4M3 ? g.row : int16_scale_place(g.row);
     each_pack([&](Pack<T, N>& v, uint32_t at, bool) {
       normalise(v, at);
-      store_of_k_block<T, N, FORM>(p, codes, g.row, at, v);
+      const float scale = store_scaled<T, N, FORM>(codes + at * N, p.pitch, v);
+      if (at % LANES == 0) p.scales[uint64_t(at / LANES) * of_k_block + place] = scale;
     });
     return;
   }
