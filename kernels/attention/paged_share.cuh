@@ -115,7 +115,8 @@ __device__ __forceinline__ Share share_of_block(const PagedAttentionParams& p, u
   __syncthreads();
   const uint32_t in_warps = warp_scan(lane < warps ? sums[lane] : 0);
   const uint32_t total = __shfl_sync(FULL, in_warps, WARP - 1) * heads;
-  // A split of a fixed size is so much work that it may have a block of its own.
+  // A split of a fixed size is so much work that it may have a block of its own; other blocks of small problems have none,
+  // since each split begins in one share.
   const Share share(total, Core::FIXED ? 1 : warps);
   const uint32_t unit = share.begin_of(warp, warps) / heads;
   // The thread whose sequences have the unit. Where ranges of a table overlap until 32 bits do not count the units,

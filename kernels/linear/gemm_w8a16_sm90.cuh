@@ -27,6 +27,7 @@ template <int TOKENS_, int STAGES_> struct W8A16Shape {
   static_assert(CONSUMERS + 128 == W8A16_THREADS);
   // Of a thread, behind the launch with 80 for each of 384, two blocks of a multiprocessor.
   static constexpr int PRODUCER_REGISTERS = 32, REGISTERS = 104;
+  static_assert(128 * PRODUCER_REGISTERS + CONSUMERS * REGISTERS <= W8A16_THREADS * 80, "setmaxnreg would wait for ever");
   static constexpr uint32_t UNIT_X = 2 * INT16_UNIT * K_BLOCK, X = UNITS * UNIT_X;  // bytes of operand B
   static constexpr uint32_t CODES_AT = X, HALF = CHANNELS / 2 * K_BLOCK;            // of the weights
   static constexpr uint32_t SCALES_AT = CODES_AT + 2 * HALF, UNIT_SCALES = 4 * INT16_UNIT;

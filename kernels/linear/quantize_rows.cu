@@ -107,7 +107,7 @@ __device__ __forceinline__ uint32_t int16_scale_place(uint32_t row) {
   return row - in_unit + in_unit % 4 * (W8A16_UNIT / 4) + in_unit / 4;
 }
 
-// Either.
+// N values of a row in a form that has a scale for each 128. Gives the scale.
 template <typename T, int N, Form FORM>
 __device__ __forceinline__ float store_scaled(int8_t* to, uint32_t pitch, const Pack<T, N>& v) {
   if constexpr (FORM == TO_E4M3)

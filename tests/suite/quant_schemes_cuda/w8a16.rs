@@ -33,7 +33,7 @@ fn limit(dtype: DType) -> f64 {
 
 /// Rows of x, rows of each matrix, K: tiles that are full and not, one and several blocks of a cluster, matrices whose borders
 /// are borders of half tiles.
-const SHAPES: [(usize, &[usize], usize); 7] = [
+const SHAPES: [(usize, &[usize], usize); 8] = [
     (17, &[300], 512),
     (32, &[256, 64, 72], 1024),
     (33, &[4096], 128),
@@ -41,6 +41,8 @@ const SHAPES: [(usize, &[usize], usize); 7] = [
     (63, &[1000], 4096),
     (64, &[200, 200], 1152),
     (20, &[34_000], 256),
+    // Gates and what they multiply in one matrix.
+    (40, &[400], 512),
 ];
 
 #[test]
@@ -51,8 +53,8 @@ fn every_form_agrees_with_float64() -> Result<()> {
                 .into_iter()
                 .enumerate()
             {
-                let activation = match rows.len() {
-                    2 => [Activation::SwiGlu, Activation::GeGlu][j % 2],
+                let activation = match rows {
+                    [_, _] | [400] => [Activation::SwiGlu, Activation::GeGlu][j % 2],
                     _ => [Activation::None, Activation::Silu][j % 2],
                 };
                 check((m, rows, k), dtype, activation, (i + j) % 3, &device)?;

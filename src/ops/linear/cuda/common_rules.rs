@@ -116,10 +116,10 @@ pub(super) const W8A16_SM90: Rule = Rule {
     x: W8A16,
     arch: [90, 90],
     plan: gemm_w8a16::plan_if_fastest,
-    note: "from 25 million weights on; a preceding kernel quantizes x to 16-bit integers",
+    note: "from 25 million weights and 4,096 output channels on; a preceding kernel quantizes x to 16-bit integers",
     ..RULE
 };
-/// Likewise.
+/// The rule that takes it wherever it is forced.
 pub(super) const W8A16_FORCED: Rule = Rule {
     plan: gemm_w8a16::plan,
     note: "only if forced (CANDLE_FUSED_KERNEL)",

@@ -50,15 +50,22 @@ struct Gemm {
 /// 0.98x of the time, 14336x4096 0.89x to 0.92x, 28672x4096 0.80x to 0.84x, 4096x4096 0.98x to 1.11x.
 const MANY_WEIGHTS: usize = 24 << 20;
 
+/// Output channels from which on it was measured: fewer are few blocks, whatever K is.
+const MANY_CHANNELS: usize = 4096;
+
 /// The plan where there are many weights.
 pub(crate) fn plan_if_fastest(case: &Case) -> Planned {
     if case.n() * case.k < MANY_WEIGHTS {
         return Err("there are few weights");
     }
+    if case.n() < MANY_CHANNELS {
+        return Err("there are few output channels");
+    }
     plan(case)
 }
 
-/// Any N, K a multiple of 128.
+/// K a multiple of 128, and of several matrices without a gate all but the last a multiple of 64 rows. A gate and what it
+/// gates are halves of one matrix, or two of one size, in any product.
 pub(crate) fn plan(case: &Case) -> Planned {
     if !case.k.is_multiple_of(K_BLOCK) {
         return Err("K is no multiple of 128");

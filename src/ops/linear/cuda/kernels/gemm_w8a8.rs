@@ -360,8 +360,8 @@ impl Kernel for TwoLaunches {
 /// Makes codes of the rows at `at`, after its norm.
 ///
 /// # Safety
-/// There is room for the codes of m rows, `pitch` bytes apart (twice as many of 16 bits), and for their scales; the rest is
-/// the caller's of [`Kernel::run`]. For e4m3 and 16 bits rows divide by 128 and everything is aligned to 16 bytes.
+/// There is room for the codes of m rows, `pitch` bytes each (2 `pitch` for 16 bits), and for their scales (for 16 bits those
+/// of whole units of `W8A16_UNIT` rows); the rest is the caller's of [`Kernel::run`]. For e4m3 and 16 bits rows divide by 128 and everything is aligned to 16 bytes.
 pub(super) unsafe fn quantize(
     launcher: &Launcher,
     at: &ProductAt,
@@ -370,7 +370,11 @@ pub(super) unsafe fn quantize(
     form: QuantizedAs,
 ) -> Result<()> {
     let (rows, params) = params(at, pitch, codes, scales)?;
-    let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + pitch);
+    let parts = match form {
+        QuantizedAs::Int16 => 2,
+        _ => 1,
+    };
+    let bytes = at.m * (at.k * at.x_dtype.size_in_bytes() + parts * pitch);
     let kernel = form.kernel(at.x_dtype);
     // SAFETY: the kernel takes `QuantizeRowsParams`; the addresses are the caller's.
     unsafe {
